@@ -1,0 +1,358 @@
+"""`python -m megarl.check RECIPE [key=value ...]`: validates a recipe without a GPU, prints layout and memory."""
+
+import argparse
+import copy
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.errors import UserError
+from megarl.recipe import DataSection, ModelSection, Part, Recipe, check_world, load_recipe
+
+if TYPE_CHECKING:  # transformers takes seconds to import; a refused recipe does not wait for it
+    from transformers import PreTrainedConfig
+
+GIB = 1024**3
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+FAMILIES = ("qwen3_vl", "qwen3_vl_moe")
+PROJECTOR = re.compile(r"merger|projector")
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters of the whole model, by the parts that `model.freeze` knows."""
+
+    vision: int
+    projector: int
+    language: int
+
+    @property
+    def total(self) -> int:
+        return self.vision + self.projector + self.language
+
+    def trainable(self, frozen: Sequence[Part]) -> int:
+        return self.total - sum(getattr(self, part) for part in set(frozen))
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """What the activation formula needs of a stack of transformer layers; widths in elements."""
+
+    layers: int
+    hidden: int
+    query: int
+    """Heads x head size."""
+    key_value: int
+    """Key-value heads x head size."""
+    ffn: int
+    """Inner width of the MLP; of a mixture, that of the experts that one token visits."""
+    gated: bool
+    """Two inner projections (SwiGLU) or one."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank."""
+
+    weights: int
+    gradients: int
+    optimizer_state: int
+    reference_snapshot: int
+    kv_cache: int
+    activations_rollout: int
+    activations_training: int
+
+    @property
+    def held(self) -> int:
+        """Kept through both phases."""
+        return self.weights + self.gradients + self.optimizer_state + self.reference_snapshot + self.kv_cache
+
+    @property
+    def rollout_peak(self) -> int:
+        return self.held + self.activations_rollout
+
+    @property
+    def training_peak(self) -> int:
+        return self.held + self.activations_training
+
+
+def hf_config(model: ModelSection) -> "PreTrainedConfig":
+    """The Hugging Face configuration of a recipe's model, from its folder or inline.
+
+    Raises:
+        UserError: no such folder, another family, an unknown key or a wrong type inside the configuration.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    if model.path is not None and not Path(model.path, "config.json").is_file():
+        raise UserError(f"model.path = {model.path!r}: should be a folder with a config.json")
+    source = "model.config" if model.path is None else f"model.path = {model.path!r}"
+    try:
+        if model.path is not None:
+            config = AutoConfig.from_pretrained(model.path, local_files_only=True)
+        else:
+            values = copy.deepcopy(model.config)  # transformers rewrites the dictionaries that it is given
+            config = AutoConfig.for_model(values.pop("model_type"), **values)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise UserError(f"{source}: {' '.join(str(error).split())[:200]}") from None
+    if config.model_type not in FAMILIES:
+        raise UserError(
+            f"{source} has model_type {config.model_type!r}: should be one of {', '.join(FAMILIES)}"
+        )
+    for key in _unknown_keys(model.config or {}, config):
+        raise UserError(f"unknown key 'model.config.{key}': {type(config).__name__} of transformers lacks it")
+    return config
+
+
+def _unknown_keys(values: dict, config: "PreTrainedConfig") -> Iterator[str]:
+    """Dotted keys that the configuration would carry along without reading them."""
+    common = {"model_type", *config.__dataclass_fields__}
+    for key, value in values.items():
+        if key in config.sub_configs and isinstance(value, dict):
+            known = common | config.sub_configs[key].__dataclass_fields__.keys()
+            yield from (f"{key}.{inner}" for inner in value if inner not in known)
+        elif key not in common:
+            yield key
+
+
+def count_parameters(config: "PreTrainedConfig") -> ParameterCount:
+    """Counts on the meta device, where weights take no memory; the output layer counts as language."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    language = {*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()}
+    counts = {"vision": 0, "projector": 0, "language": 0}
+    for name, parameter in model.named_parameters():
+        part = "language" if parameter in language else "projector" if PROJECTOR.search(name) else "vision"
+        counts[part] += parameter.numel()
+    return ParameterCount(**counts)
+
+
+def layer_stacks(config: "PreTrainedConfig") -> tuple[LayerStack, LayerStack]:
+    """Language model and vision tower."""
+    text, vision = config.text_config, config.vision_config
+    experts = getattr(text, "num_experts_per_tok", None)
+    language = LayerStack(
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        query=text.num_attention_heads * text.head_dim,
+        key_value=text.num_key_value_heads * text.head_dim,
+        ffn=experts * text.moe_intermediate_size if experts else text.intermediate_size,
+        gated=True,
+    )
+    tower = LayerStack(
+        layers=vision.depth,
+        hidden=vision.hidden_size,
+        query=vision.hidden_size,
+        key_value=vision.hidden_size,
+        ffn=vision.intermediate_size,
+        gated=False,
+    )
+    return language, tower
+
+
+def layer_activations(
+    stack: LayerStack, tokens: int, item_bytes: int, tensor_parallel: int, sequence_parallel: bool
+) -> int:
+    """Bytes that one layer keeps for its backward pass, with flash attention and without dropout.
+
+    Section 4 of Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models
+    (arXiv:2205.05198), with selective recomputation: s b h (10 + 24 / t) bytes, with sequence parallelism
+    s b h 34 / t, where queries, keys and values are h wide and the MLP 4 h.  Here it is in elements and for any
+    width, without the one-byte masks of two dropouts: the inputs of both norms, of the QKV and of the first MLP
+    projection (4 h), and, split over the ranks, query, key, value, attention output, the MLP's inner outputs and
+    the input of its last projection.
+    """
+    whole = 4 * stack.hidden / (tensor_parallel if sequence_parallel else 1)
+    split = (2 * stack.query + 2 * stack.key_value + (3 if stack.gated else 2) * stack.ffn) / tensor_parallel
+    return int((whole + split) * tokens * item_bytes)
+
+
+def kv_cache_blocks(recipe: Recipe, config: "PreTrainedConfig", dtype: str) -> int:
+    """Blocks of the KV cache that requests can use on one rank; the engine keeps one more for padding."""
+    text, tensor_parallel = config.text_config, recipe.parallel.tensor_model_parallel_size
+    heads = max(1, text.num_key_value_heads // tensor_parallel)
+    token = 2 * text.num_hidden_layers * heads * text.head_dim * ITEM_BYTES[dtype]
+    return int(recipe.rollout.kv_cache_gb * GIB) // (token * recipe.rollout.block_size_tokens) - 1
+
+
+def estimate_memory(
+    recipe: Recipe, config: "PreTrainedConfig", parameters: ParameterCount, dtype: str, world_size: int
+) -> Memory:
+    """Bytes on one rank; the CUDA context, NCCL, graphs and fragmentation come on top.
+
+    Weights count as split evenly over the tensor-parallel ranks: those that are not (norms, routers) are small.
+    Gradients are float32.  Beside bfloat16 weights the optimizer keeps float32 masters and two moments, sharded
+    over the data-parallel ranks; float32 weights are their own masters.  Activations are those of the engine's
+    largest step, one layer at a time, and of a row that is full of media: upper bounds.
+    """
+    rollout, training = recipe.rollout, recipe.training
+    item, tensor_parallel = ITEM_BYTES[dtype], recipe.parallel.tensor_model_parallel_size
+    sequence_parallel = recipe.parallel.sequence_parallel
+    shard = parameters.total // tensor_parallel
+    trained = parameters.trainable(recipe.model.freeze) // tensor_parallel
+    if dtype == "bfloat16":
+        optimizer_state = 12 * trained // recipe.parallel.data_parallel_size(world_size)
+    else:
+        optimizer_state = 8 * trained
+
+    language, vision = layer_stacks(config)
+    vocabulary = config.text_config.vocab_size // tensor_parallel
+    row = training.tokens_per_row
+    layer = layer_activations(language, row, item, tensor_parallel, sequence_parallel)
+    if training.recompute == "full":
+        inputs = row * language.hidden * item // (tensor_parallel if sequence_parallel else 1)
+        activations = language.layers * inputs + layer
+    else:
+        activations = language.layers * layer
+    activations += 2 * 4 * training.log_prob_chunk * vocabulary  # float32 logits and their gradient
+    if "vision" not in recipe.model.freeze:
+        patches = row * config.vision_config.spatial_merge_size**2
+        activations += vision.layers * layer_activations(vision, patches, item, tensor_parallel, False)
+
+    return Memory(
+        weights=item * shard,
+        gradients=4 * trained,
+        optimizer_state=optimizer_state,
+        reference_snapshot=item * shard if recipe.algorithm.kl_coefficient > 0 else 0,
+        kv_cache=int(rollout.kv_cache_gb * GIB),
+        activations_rollout=4 * rollout.max_requests * vocabulary
+        + layer_activations(language, rollout.max_tokens_per_step, item, tensor_parallel, sequence_parallel),
+        activations_training=activations,
+    )
+
+
+def check_heads(config: "PreTrainedConfig", tensor_parallel: int) -> None:
+    """Refuses attention heads that do not divide over the tensor-parallel ranks, as Megatron would."""
+    text, vision = config.text_config, config.vision_config
+    for key, heads in (
+        ("text_config.num_attention_heads", text.num_attention_heads),
+        ("vision_config.num_heads", vision.num_heads),
+    ):
+        if heads % tensor_parallel:
+            raise UserError(
+                f"parallel.tensor_model_parallel_size = {tensor_parallel}: should divide {key} = {heads}"
+            )
+    groups = text.num_key_value_heads
+    if groups % tensor_parallel and tensor_parallel % groups:
+        raise UserError(
+            f"parallel.tensor_model_parallel_size = {tensor_parallel}: should divide, or be a multiple of, "
+            f"text_config.num_key_value_heads = {groups}"
+        )
+
+
+def check_kv_cache(recipe: Recipe, config: "PreTrainedConfig", dtype: str) -> None:
+    """Refuses a KV cache in which the longest request would wait for ever."""
+    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens
+    size = recipe.rollout.block_size_tokens
+    held = max(0, kv_cache_blocks(recipe, config, dtype)) * size
+    if held < longest:
+        raise UserError(
+            f"rollout.kv_cache_gb = {recipe.rollout.kv_cache_gb} holds {held} tokens in {dtype}: should hold "
+            f"data.max_prompt_tokens + rollout.max_new_tokens = {longest}"
+        )
+
+
+def check_folders(model: ModelSection, data: DataSection) -> None:
+    """Refuses folders that the run would read and that do not exist."""
+    if model.processor is not None and not Path(model.processor).is_dir():
+        raise UserError(
+            f"model.processor = {model.processor!r}: should be a folder with a Hugging Face processor"
+        )
+    folder = Path(data.path)
+    if data.generator is not None and not folder.exists():
+        return
+    for name in ("train.jsonl", "test.jsonl"):
+        if not (folder / name).is_file():
+            raise UserError(
+                f"data.path = {data.path!r}: should be a folder with train.jsonl and test.jsonl, lacks {name}"
+                + ("" if folder.exists() else "; or set data.generator to create it")
+            )
+
+
+def report(recipe: Recipe, world_size: int) -> str:
+    """What the job will be, for people.
+
+    Raises:
+        UserError: the recipe cannot run on `world_size` processes, or from the files that it names.
+    """
+    check_world(recipe, world_size)
+    check_folders(recipe.model, recipe.data)
+    config = hf_config(recipe.model)
+    tensor_parallel = recipe.parallel.tensor_model_parallel_size
+    check_heads(config, tensor_parallel)
+    dtypes = ["bfloat16", "float32"] if recipe.model.dtype == "auto" else [recipe.model.dtype]
+    for dtype in dtypes:
+        check_kv_cache(recipe, config, dtype)
+
+    algorithm, rollout = recipe.algorithm, recipe.rollout
+    longest = recipe.data.max_prompt_tokens + rollout.max_new_tokens
+    rollouts = algorithm.rollouts_per_step
+    parameters = count_parameters(config)
+    capacities = ", ".join(
+        f"{kv_cache_blocks(recipe, config, dtype) * rollout.block_size_tokens:,} in {dtype}"
+        for dtype in dtypes
+    )
+    memories = [estimate_memory(recipe, config, parameters, dtype, world_size) for dtype in dtypes]
+    data_parallel = recipe.parallel.data_parallel_size(world_size)
+    lines = [
+        f"processes    {world_size} = tensor parallel {tensor_parallel} x data parallel {data_parallel}",
+        f"a step       {rollouts:,} rollouts "
+        f"(prompts {algorithm.prompts_per_step} x group {algorithm.group_size}), "
+        f"{algorithm.updates_per_step} updates (epochs {algorithm.epochs} x minibatches {algorithm.minibatches})",
+        f"             at most {rollouts * rollout.max_new_tokens:,} tokens generated, "
+        f"{rollouts * longest * algorithm.epochs:,} trained",
+        f"the run      {recipe.steps:,} steps, {recipe.total_updates:,} updates",
+        f"parameters   {parameters.total:,}: vision {parameters.vision:,}, projector {parameters.projector:,}, "
+        f"language {parameters.language:,}",
+        f"KV cache     tokens on a rank: {capacities}; a request has at most {longest:,}",
+        "",
+        f"{'GiB on a rank':<24}" + "".join(f"{dtype:>12}" for dtype in dtypes),
+    ]
+    for title, field in (
+        ("weights", "weights"),
+        ("gradients", "gradients"),
+        ("optimizer state", "optimizer_state"),
+        ("reference snapshot", "reference_snapshot"),
+        ("KV cache", "kv_cache"),
+        ("activations, rollout", "activations_rollout"),
+        ("activations, training", "activations_training"),
+        ("peak, rollout", "rollout_peak"),
+        ("peak, training", "training_peak"),
+    ):
+        lines.append(
+            f"{title:<24}" + "".join(f"{getattr(memory, field) / GIB:>12.3f}" for memory in memories)
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m megarl.check", description="Validates a recipe without a GPU."
+    )
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        default=os.environ.get("WORLD_SIZE", "1"),
+        help="processes of the job; default: WORLD_SIZE of the environment, else 1",
+    )
+    arguments = parser.parse_intermixed_args(argv)
+    try:
+        print(report(load_recipe(arguments.recipe, arguments.overrides), arguments.world_size))
+    except UserError as error:
+        print(f"megarl: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Media items and expanded prompts: what rollout, training, scoring and evaluation all share."""
+
+from dataclasses import dataclass
+
+import torch
+
+from megarl.data.prompt import Prompt
+
+
+@dataclass(frozen=True, eq=False)
+class MediaItem:
+    """One image, or one video, prepared for the vision tower."""
+
+    kind: str
+    """`image` or `video`."""
+    pixels: torch.Tensor
+    """float32 `[t * h * w, channels * temporal_patch * patch * patch]`, normalised, in patch order."""
+    grid: tuple[int, int, int]
+    """(t, h, w) in patches."""
+    digest: bytes
+    """SHA-256 of the kind, the grid and the prepared pixels: equal digests give equal features."""
+    path: str
+    """Where it came from, for messages and logs."""
+
+    def feature_count(self, merge_size: int) -> int:
+        """Media tokens that this item fills: `t * h * w / merge_size**2`."""
+        t, h, w = self.grid
+        return t * h * w // merge_size**2
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedPrompt:
+    """A prompt with its media expanded, once (`megarl.media.expand`)."""
+
+    prompt: Prompt
+    ids: torch.Tensor
+    """int64 `[n]` on the CPU."""
+    media_mask: torch.Tensor
+    """bool `[n]`: which tokens are places of media features.  Never derived from `ids` again."""
+    positions: torch.Tensor
+    """int64 `[3, n]`: the family's rotary positions (time, height, width)."""
+    next_position: int
+    """Position, on all three axes, of the token that follows the prompt."""
+    items: tuple[MediaItem, ...]
+    """In the order of their media tokens."""

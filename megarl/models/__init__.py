@@ -1,0 +1,1 @@
+from megarl.platform import prepare as _prepare  # noqa: F401  (before Megatron)

@@ -1,0 +1,165 @@
+"""From a Hugging Face checkpoint to the policy on this rank, and back."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.bridge import AutoBridge
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from megarl.errors import UserError
+from megarl.models.qwen3_vl.model import Qwen3VL
+from megarl.platform.kernels import kernels
+
+FAMILIES = {"Qwen3VLForConditionalGeneration": Qwen3VL}
+"""Model class by the architecture that a Hugging Face config names."""
+
+_SHARD_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    dtype: torch.dtype
+    tensor_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+    recompute: bool = False
+    """Full activation recomputation of the language model."""
+    freeze: tuple[str, ...] = ()
+    """Of `vision`, `projector`, `language`."""
+    cuda_graphs: bool = False
+    """Capture decode steps; needs a GPU."""
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    model: torch.nn.Module
+    bridge: AutoBridge
+    """Knows the way of every weight between Megatron's layout and Hugging Face's."""
+
+
+def load_policy(folder: Path, options: ModelOptions) -> Policy:
+    """Builds this rank's shard of the model and fills it from a checkpoint folder.
+
+    Raises:
+        UserError: no checkpoint there, or a family that megarl does not know.
+    """
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model.path: no config.json in '{folder}': give the folder of a Hugging Face checkpoint")
+    architecture = (AutoConfig.from_pretrained(folder).architectures or ["none"])[0]
+    if architecture not in FAMILIES:
+        raise UserError(f"model.path: architecture '{architecture}' is not supported: one of {', '.join(FAMILIES)}")
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    config = _megatron_config(bridge, options)
+    with torch.device("cuda" if kernels().gpu else "cpu"):
+        model = FAMILIES[architecture](config).to(options.dtype)
+    bridge.load_hf_weights([model])
+    if options.freeze:
+        frozen = {part: part in options.freeze for part in ("language", "vision", "projector")}
+        model.freeze(frozen["language"], frozen["vision"], frozen["projector"])
+    return Policy(model, bridge)
+
+
+def _megatron_config(bridge: AutoBridge, options: ModelOptions):
+    """Bridge's provider, which is Megatron's TransformerConfig too, for this machine and layout."""
+    config = bridge.to_megatron_provider(load_weights=False)
+    half = options.dtype is torch.bfloat16
+    settings = dict(
+        tensor_model_parallel_size=options.tensor_model_parallel_size,
+        sequence_parallel=options.sequence_parallel,
+        params_dtype=options.dtype,
+        pipeline_dtype=options.dtype,
+        autocast_dtype=options.dtype,
+        bf16=half,
+        fp16=False,
+        perform_initialization=False,
+        calculate_per_token_loss=True,
+        # Needs NVIDIA's apex, or gradients that never exist as tensors of their own.
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        cross_entropy_loss_fusion=False,
+    )
+    if options.recompute:
+        settings.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    if options.cuda_graphs:
+        settings.update(cuda_graph_impl="local")
+    if not kernels().te:
+        settings.update(
+            transformer_impl="local",
+            persist_layer_norm=False,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            masked_softmax_fusion=False,
+        )
+    for name, value in settings.items():
+        setattr(config, name, value)
+    config.finalize()
+    config.sequence_parallel = options.sequence_parallel
+    return config
+
+
+def save_checkpoint(policy: Policy, folder: Path, processor) -> None:
+    """Writes the policy as a Hugging Face checkpoint: weights in safetensors of at most 4 GiB, config,
+    processor and tokenizer.  Collective; rank 0 writes, one shard in memory at a time.
+
+    The folder appears whole or not at all.
+    """
+    writer = _ShardWriter(folder.with_name(folder.name + ".partial")) if dist.get_rank() == 0 else None
+    for name, tensor in policy.bridge.export_hf_weights([policy.model], cpu=True, show_progress=False):
+        if writer:
+            writer.add(name, tensor)
+    if writer:
+        writer.close()
+        policy.bridge.hf_pretrained.config.save_pretrained(writer.folder)
+        processor.save_pretrained(writer.folder)
+        if folder.exists():
+            old = folder.with_name(folder.name + ".old")
+            folder.rename(old)
+            writer.folder.rename(folder)
+            _remove(old)
+        else:
+            writer.folder.rename(folder)
+    dist.barrier()
+
+
+def _remove(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+
+
+class _ShardWriter:
+    def __init__(self, folder: Path):
+        if folder.exists():
+            _remove(folder)
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self._shard: dict[str, torch.Tensor] = {}
+        self._bytes = self._total = 0
+        self._files: list[tuple[str, list[str]]] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self._shard and self._bytes + tensor.nbytes > _SHARD_BYTES:
+            self._flush()
+        self._shard[name] = tensor.contiguous().clone()
+        self._bytes += tensor.nbytes
+        self._total += tensor.nbytes
+
+    def _flush(self) -> None:
+        file = f"model-{len(self._files) + 1:05d}.safetensors"
+        save_file(self._shard, self.folder / file, metadata={"format": "pt"})
+        self._files.append((file, list(self._shard)))
+        self._shard, self._bytes = {}, 0
+
+    def close(self) -> None:
+        self._flush()
+        if len(self._files) == 1:
+            (self.folder / self._files[0][0]).rename(self.folder / "model.safetensors")
+            return
+        index = {
+            "metadata": {"total_size": self._total},
+            "weight_map": {name: file for file, names in self._files for name in names},
+        }
+        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

@@ -1,0 +1,169 @@
+"""Bridge's Qwen3-VL, one module that the trainer and the dynamic engine share.
+
+Bridge gives the modules, their names and the way to and from Hugging Face.  What is megarl's own is the
+way through them: media features are computed once per distinct item (`encode`), put into the whole row
+by index (`merge`), and the language model then runs either on packed rows (`forward`, training) or under
+an inference context (`megarl.rollout`).  Nothing here ever looks for a media token in the ids.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention import Qwen3VLSelfAttention
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model import Qwen3VLModel
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils import split_deepstack_embs
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
+
+from megarl.platform.kernels import kernels
+
+
+class DualSelfAttention(Qwen3VLSelfAttention):
+    """Bridge's forward when training (per-token angles, packed rows too), Megatron's when an inference
+    context is given: Bridge's own inference branch was written for an older megatron-core."""
+
+    def forward(self, hidden_states, attention_mask, *args, inference_context=None, **kwargs):
+        kind = Qwen3VLSelfAttention if inference_context is None else SelfAttention
+        return kind.forward(self, hidden_states, attention_mask, *args, inference_context=inference_context, **kwargs)
+
+
+def language_block_spec(config) -> TransformerBlockSubmodules:
+    """The decoder's layers.  A block spec, because Bridge overwrites the attention class of a layer spec."""
+    if kernels().te:
+        from megatron.core.extensions.transformer_engine import TENorm as Norm
+
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    else:
+        from megarl.platform.layers import CoreAttention, Norm
+
+        layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = CoreAttention
+        attention.q_layernorm = attention.k_layernorm = Norm
+    layer.submodules.self_attention.module = DualSelfAttention
+    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=Norm)
+
+
+@dataclass(frozen=True, eq=False)
+class MergedInput:
+    """What the language model takes: text and media in one row, already cut for sequence parallelism."""
+
+    embeddings: Tensor
+    """`[tokens (/ tp under sequence parallelism), 1, hidden]`."""
+    media_mask: Tensor | None
+    """bool `[1, tokens of this rank]`, or None where the row has no media."""
+    deepstack: list[Tensor] | None
+    """One `[media tokens of this rank, hidden]` per deepstack layer, or None."""
+
+
+class Qwen3VL(Qwen3VLModel):
+    """`config` is Bridge's provider for a Qwen3-VL, finalised."""
+
+    def __init__(self, config):
+        super().__init__(
+            config,
+            language_block_spec(config),
+            config.vision_config,
+            pre_process=True,
+            post_process=True,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+        # The angles belong to the tokens of the row as it is: never sliced by rank inside the rotary module.
+        self.language_model.rotary_pos_emb.is_thd_format = True
+
+    @property
+    def merge_size(self) -> int:
+        """Side of the square of patches that becomes one media token."""
+        return self.vision_transformer_config.spatial_merge_size
+
+    def encode(self, pixels: Tensor, grids: Tensor) -> Tensor:
+        """Runs the vision tower.
+
+        Args:
+            pixels: `[patches, patch features]` of the items one after another.
+            grids: int64 `[items, 3]`, (t, h, w) in patches.
+
+        Returns:
+            `[1 + deepstack layers, media tokens, hidden]`; index 0 goes into the embeddings.
+        """
+        features, deepstack = self.vision_model(
+            hidden_states=pixels.to(self.config.params_dtype), grid_thw=grids.to(pixels.device)
+        )
+        return torch.stack([features, *deepstack])
+
+    def merge(self, ids: Tensor, feature_rows: Tensor, features: Tensor | None) -> MergedInput:
+        """Puts media features into the whole row, then cuts the row for sequence parallelism.
+
+        Args:
+            ids: int64 `[tokens]`.
+            feature_rows: int64 `[tokens]`: the feature of each media token, -1 for text.
+            features: what `encode` returned, or None where the row has no media.
+        """
+        embeddings = self.language_model.embedding(input_ids=ids[None], position_ids=None)
+        mask = deepstack = None
+        if features is not None:
+            places = (feature_rows >= 0).nonzero().flatten()
+            chosen = features[:, feature_rows[places]].to(embeddings.dtype)
+            embeddings = embeddings.index_put((places,), chosen[0][:, None])
+            mask, deepstack = (feature_rows >= 0)[None], list(chosen[1:])
+        if self.config.sequence_parallel:
+            tp = self.pg_collection.tp
+            embeddings = scatter_to_sequence_parallel_region(embeddings, group=tp)
+            if features is not None:
+                # Each rank adds its slice of these only, so their gradients are summed over the ranks here;
+                # the embeddings' are gathered by the scatter above.
+                deepstack = [copy_to_tensor_model_parallel_region(d, group=tp) for d in deepstack]
+                mask, deepstack = split_deepstack_embs(
+                    mask, deepstack, tp_size=tp.size(), tp_rank=tp.rank(), sequence_parallel=True
+                )
+        return MergedInput(embeddings, mask, deepstack)
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        packed_seq_params: PackedSeqParams,
+        feature_rows: Tensor,
+        pixels: Tensor | None,
+        grids: Tensor | None,
+        output_processor=None,
+        output_processor_context=None,
+    ) -> Tensor:
+        """One packed row through the whole model, for training and scoring.
+
+        Args:
+            ids: int64 `[tokens]`; a multiple of the tensor-parallel size under sequence parallelism.
+            positions: int64 `[3, tokens]`, rotary positions (time, height, width).
+            packed_seq_params: bounds of the row's segments (`thd`).
+            feature_rows: int64 `[tokens]`, see `merge`.
+            pixels, grids: the row's distinct media items, see `encode`; None without media.
+            output_processor, output_processor_context: Megatron's hook in place of the logits.
+
+        Returns:
+            What the hook returns; without one, logits `[1, tokens, vocabulary / tp]`.
+        """
+        features = None if pixels is None else self.encode(pixels, grids)
+        merged = self.merge(ids, feature_rows, features)
+        return self.language_model(
+            input_ids=ids[None],
+            position_ids=positions[:, None],
+            attention_mask=None,
+            decoder_input=merged.embeddings,
+            packed_seq_params=packed_seq_params,
+            visual_pos_masks=merged.media_mask,
+            deepstack_visual_embeds=merged.deepstack,
+            output_processor=output_processor,
+            output_processor_context=output_processor_context,
+        )

@@ -1,0 +1,176 @@
+"""Patches to Megatron Bridge."""
+
+import functools
+import sys
+import types
+
+import torch
+import torch.nn.functional as F
+
+from megarl.platform.kernels import Kernels
+from megarl.platform.patches import BRIDGE, Patch
+
+_QWEN3_VL = "megatron/bridge/models/qwen_vl/modelling_qwen3_vl"
+
+
+def _always(kernels: Kernels) -> bool:
+    return True
+
+
+def _without_te(kernels: Kernels) -> bool:
+    return not kernels.te
+
+
+class _NoTransformerEngine(types.ModuleType):
+    """Any attribute is a module class that cannot be constructed."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def refuse(self, *args, **kwargs):
+            raise RuntimeError(f"transformer_engine.{name} is used, but transformer-engine is not installed")
+
+        return type(name, (torch.nn.Module,), {"__init__": refuse})
+
+
+def _import_without_te() -> None:
+    import megatron.core.extensions.transformer_engine as extension  # decides HAVE_TE before the stand-in exists
+
+    assert not extension.HAVE_TE
+    names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
+    package, pytorch, ops = modules = [_NoTransformerEngine(name) for name in names]
+    package.__path__, package.__version__, package.pytorch, pytorch.ops = [], "0.0.0", pytorch, ops
+    sys.modules.update(zip(names, modules, strict=True))
+    try:
+        import megatron.bridge  # noqa: F401
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+def _exact_gelu() -> None:
+    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils import Qwen3VLVisionPatchMerger
+
+    stock = Qwen3VLVisionPatchMerger.__init__
+
+    @functools.wraps(stock)
+    def init(self, *args, **kwargs):
+        stock(self, *args, **kwargs)
+        self.activation_func = F.gelu
+
+    Qwen3VLVisionPatchMerger.__init__ = init
+
+
+def _vision_recompute() -> None:
+    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import model
+
+    stock = model.get_vision_model_config
+
+    @functools.wraps(stock)
+    def config(*args, **kwargs):
+        vision = stock(*args, **kwargs)
+        vision.recompute_granularity = vision.recompute_method = vision.recompute_num_layers = None
+        return vision
+
+    model.get_vision_model_config = config
+
+
+def _torch_vision_layers() -> None:
+    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import model
+    from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import transformer_block
+
+    from megarl.platform.layers import CoreAttention, Norm
+
+    def spec():
+        layer = get_vit_layer_with_local_spec()
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+        layer.submodules.self_attention.submodules.core_attention = CoreAttention
+        return layer
+
+    transformer_block.LayerNormImpl = Norm
+    model.get_vit_layer_with_transformer_engine_spec = spec
+    model.TENorm = Norm
+    model.TEColumnParallelLinear, model.TERowParallelLinear = ColumnParallelLinear, RowParallelLinear
+
+
+def _torch_norm_names() -> None:
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+    from megatron.bridge.models.qwen_vl.qwen3_vl_bridge import Qwen3VLBridge, Qwen3VLMoEBridge
+
+    language, vision = "language_model.decoder.layers.*", "vision_model.decoder.layers.*"
+    names = {
+        f"{language}.input_layernorm.weight": "model.language_model.layers.*.input_layernorm.weight",
+        f"{language}.pre_mlp_layernorm.weight": "model.language_model.layers.*.post_attention_layernorm.weight",
+        f"{vision}.input_layernorm.weight": "model.visual.blocks.*.norm1.weight",
+        f"{vision}.input_layernorm.bias": "model.visual.blocks.*.norm1.bias",
+        f"{vision}.pre_mlp_layernorm.weight": "model.visual.blocks.*.norm2.weight",
+        f"{vision}.pre_mlp_layernorm.bias": "model.visual.blocks.*.norm2.bias",
+    }
+
+    def mend(cls):
+        stock = cls.mapping_registry
+
+        @functools.wraps(stock)
+        def mapping_registry(self):
+            registry = stock(self)
+            known = {m.megatron_param for m in registry.mappings}
+            more = [AutoMapping(megatron_param=k, hf_param=v) for k, v in names.items() if k not in known]
+            return type(registry)(*registry.mappings, *more)
+
+        cls.mapping_registry = mapping_registry
+
+    mend(Qwen3VLBridge)
+    mend(Qwen3VLMoEBridge)
+
+
+PATCHES = [
+    Patch(
+        "bridge-import",
+        "Bridge's PEFT imports transformer_engine unconditionally; a stand-in exists during that import only",
+        BRIDGE,
+        "megatron/bridge/peft/lora_layers.py",
+        "import transformer_engine.pytorch as te",
+        _without_te,
+        _import_without_te,
+    ),
+    Patch(
+        "exact-gelu",
+        "the vision patch merger uses tanh-GELU, transformers the exact one: features 5e-4 off",
+        BRIDGE,
+        f"{_QWEN3_VL}/utils.py",
+        "self.activation_func = self.config.activation_func",
+        _always,
+        _exact_gelu,
+    ),
+    Patch(
+        "vision-recompute",
+        "full recompute of the vision tower loses the gradient of the deepstack features, a list that its "
+        "checkpoint function returns",
+        BRIDGE,
+        f"{_QWEN3_VL}/transformer_block.py",
+        "return hidden_states, deepstack_feature_lists, context",
+        _always,
+        _vision_recompute,
+    ),
+    Patch(
+        "torch-vision-layers",
+        "the vision tower takes its transformer-engine layers from module globals",
+        BRIDGE,
+        f"{_QWEN3_VL}/model.py",
+        "vision_transformer_layer_spec = get_vit_layer_with_transformer_engine_spec()",
+        _without_te,
+        _torch_vision_layers,
+    ),
+    Patch(
+        "torch-norm-names",
+        "weight names exist for norms fused into transformer-engine's linears, not for norms of their own",
+        BRIDGE,
+        "megatron/bridge/models/qwen_vl/qwen3_vl_bridge.py",
+        "linear_qkv.layer_norm_weight",
+        _without_te,
+        _torch_norm_names,
+    ),
+]

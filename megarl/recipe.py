@@ -1,0 +1,607 @@
+"""Recipes: the schema with every default, inheritance, overrides, and each refusal.
+
+A recipe is a YAML file.  `extends: base.yaml` (or a list of paths, relative to the file) merges it over
+others; `key.sub=value` overrides from the command line come last.  Paths inside a recipe (`run_dir`,
+`data.path`, `model.path`, `model.processor`) are relative to the current directory.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+
+from megarl.errors import UserError
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Part = Literal["vision", "projector", "language"]
+
+
+class Section(BaseModel):
+    """Nothing is coerced or ignored: `"3"`, `3.0` and `true` are no integers, an unknown key is refused."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class TinyProcessor(Section):
+    """A tokenizer of single characters and a Qwen3-VL image processor, built offline."""
+
+    alphabet: Annotated[str, Field(min_length=1)] = "".join(map(chr, range(0x20, 0x7F)))
+    """Characters that are tokens, beside the special tokens; default: printable ASCII."""
+    vocab_size: PositiveInt = 128
+    """Rows of the vocabulary; those that no token needs stay unused."""
+    patch_size: PositiveInt
+    """Side of a patch in pixels."""
+    merge_size: PositiveInt = 2
+    """Side of the square of patches that becomes one media token."""
+    temporal_patch_size: PositiveInt = 2
+    """Frames in a patch; a picture is repeated to fill them."""
+    min_pixels: PositiveInt
+    """Pixels (height x width) below which a picture is enlarged."""
+    max_pixels: PositiveInt
+    """Pixels (height x width) above which a picture is shrunk."""
+
+
+class ModelSection(Section):
+    path: str | None = None
+    """Folder of a Hugging Face checkpoint to start from; excludes `config`."""
+    config: dict[str, Any] | None = None
+    """A Hugging Face configuration, inline: the model starts from random weights; excludes `path`."""
+    init_std: PositiveFloat | None = None
+    """Standard deviation of random weights; null: the configuration's `initializer_range`."""
+    scale_output_projections: bool = True
+    """Divide the standard deviation of random output projections by sqrt(2 x layers)."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the weights; auto: bfloat16 on a GPU, float32 on a CPU."""
+    processor: str | None = None
+    """Folder of a Hugging Face processor; null: `path`, or `tiny_processor`."""
+    tiny_processor: TinyProcessor | None = None
+    """Processor built offline, for recipes that start from nothing."""
+    freeze: list[Part] = []
+    """Parts of the model that are not trained."""
+
+
+class ParallelSection(Section):
+    tensor_model_parallel_size: PositiveInt = 1
+    """Ranks that share the weights of each layer."""
+    sequence_parallel: bool = False
+    """Split norms and residuals by tokens over the tensor-parallel ranks."""
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Ranks that share the layers; only 1."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share the tokens of a row; only 1 in this version."""
+    expert_model_parallel_size: PositiveInt = 1
+    """Ranks that share the experts; only 1 in this version."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model and work on one row."""
+        return (
+            self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        )
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Copies of the model in a job of `world_size` processes, which `check_world` has accepted."""
+        return world_size // self.model_parallel_size
+
+
+class DataSection(Section):
+    path: str
+    """Folder with `train.jsonl` and `test.jsonl`."""
+    generator: Literal["digits"] | None = None
+    """Creates the folder when it does not exist."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Longest prompt, in tokens after media expansion; a longer one is rejected."""
+    max_rejected_fraction: Fraction = 0.1
+    """Share of rejected rows above which the run refuses to start."""
+
+
+class EnvironmentSection(Section):
+    name: Literal["exact_match"] = "exact_match"
+    """Reward 1 when the answer equals the ground truth, else 0."""
+    format: str | None = None
+    """Regular expression that a well-formed answer matches in full."""
+    format_reward: NonNegativeFloat = 0.0
+    """Added to the reward of a well-formed answer."""
+
+
+class AlgorithmSection(Section):
+    advantage: Literal["group_std", "group_mean"] = "group_std"
+    """Reward minus the mean of its group, divided by the group's standard deviation or not."""
+    prompts_per_step: PositiveInt = 32
+    """Prompts drawn for a step, over all ranks."""
+    group_size: Annotated[int, Field(ge=2)] = 16
+    """Rollouts of one prompt."""
+    epochs: PositiveInt = 1
+    """Times that a step's rollouts are trained on."""
+    minibatches: PositiveInt = 1
+    """Optimizer updates in an epoch; each takes an equal share of the step's prompts."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """The probability ratio is clipped below 1 - clip_low."""
+    clip_high: PositiveFloat = 0.2
+    """The probability ratio is clipped above 1 + clip_high."""
+    kl_coefficient: NonNegativeFloat = 0.0
+    """Weight of the k3 estimate of the KL divergence to the reference policy; 0: no reference is kept."""
+    entropy_coefficient: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
+    old_log_probs: Literal["trainer", "rollout"] = "trainer"
+    """Denominator of the ratio: the trainer's before its first update, or what the engine sampled with."""
+
+    @property
+    def rollouts_per_step(self) -> int:
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.epochs * self.minibatches
+
+
+class WarmupSection(Section):
+    steps: PositiveInt
+    """Supervised updates."""
+    batch_size: PositiveInt = 64
+    """Prompts in an update, over all ranks."""
+    learning_rate: PositiveFloat
+    """Constant learning rate."""
+    answers: Literal["dataset", "random"] = "dataset"
+    """Targets: the ground truth, or drawn from the distinct training answers: teaches the format only."""
+
+
+class RolloutSection(Section):
+    max_new_tokens: PositiveInt
+    """Longest answer in tokens, its end token included."""
+    temperature: NonNegativeFloat = 1.0
+    """Divides the logits when sampling and when training; 0: greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the likeliest tokens that hold this probability; 1: off."""
+    top_k: NonNegativeInt = 0
+    """Sample from this many likeliest tokens; 0: off."""
+    stop: list[str] = []
+    """Tokens that end an answer; empty: the tokenizer's end-of-sequence token."""
+    max_requests: PositiveInt = 512
+    """Requests that a rank decodes at a time."""
+    max_tokens_per_step: Annotated[int, Field(gt=0, multiple_of=64)] = 4096
+    """Tokens in one forward pass of the engine, a multiple of 64."""
+    kv_cache_gb: PositiveFloat = 0.25
+    """Size of the KV cache of a rank in GiB."""
+    block_size_tokens: PositiveInt = 64
+    """Tokens in a block of the KV cache; also the grain of prefix caching."""
+    enable_prefix_caching: bool = True
+    """Share the KV blocks of equal prefixes, such as the prompts of a group."""
+    enable_chunked_prefill: bool = True
+    """Split a prompt that does not fit into the current step."""
+    cuda_graphs: bool = True
+    """Replay the engine's steps as CUDA graphs; ignored without a GPU."""
+
+
+class TrainingSection(Section):
+    tokens_per_row: PositiveInt = 4096
+    """Tokens of a packed row, which is one microbatch."""
+    recompute: Literal["none", "full"] = "none"
+    """Keep a layer's activations, or only its input and compute them again in the backward pass."""
+    log_prob_chunk: PositiveInt = 1024
+    """Tokens whose logits exist at a time."""
+
+
+class OptimizerSection(Section):
+    learning_rate: PositiveFloat
+    """Peak learning rate."""
+    min_learning_rate_ratio: Fraction = 0.1
+    """Learning rate of the last update, as a share of the peak."""
+    warmup_steps: NonNegativeInt = 0
+    """Updates over which the learning rate rises from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the fall from the peak to the last update."""
+    adam_beta1: Beta = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Beta = 0.95
+    """Decay of the second moment."""
+    adam_eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay, times the learning rate."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Global gradient norm above which gradients are scaled down; 0: off."""
+
+
+class EvaluationSection(Section):
+    every: NonNegativeInt = 20
+    """RL steps between evaluations; 0: only at the start and at the end."""
+    at_start: bool = True
+    """Evaluate before the first RL step."""
+    max_prompts: PositiveInt | None = None
+    """Prompts of `test.jsonl` to use; null: all."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature; 0: greedy."""
+
+
+class CheckpointSection(Section):
+    every: NonNegativeInt = 0
+    """RL steps between checkpoints; 0: only at the end and on a signal."""
+
+
+class ObserveSection(Section):
+    save_rollouts_every: NonNegativeInt = 1
+    """RL steps between saved samples of the rollouts; 0: never."""
+    max_saved_rollouts: NonNegativeInt = 64
+    """Rollouts saved at a time."""
+
+
+class Recipe(Section):
+    seed: NonNegativeInt = 1
+    """Seed of weights, data order and sampling."""
+    run_dir: Annotated[str, Field(min_length=1)] = "runs/default"
+    """Folder of everything that the run writes."""
+    steps: NonNegativeInt
+    """RL steps; 0: warm-up and evaluation only."""
+    model: ModelSection
+    """Weights and processor to start from."""
+    parallel: ParallelSection = ParallelSection()
+    """How the ranks share the model; those that do not are data parallel."""
+    data: DataSection
+    """Prompts with their ground truths."""
+    environment: EnvironmentSection = EnvironmentSection()
+    """What a rollout is rewarded for."""
+    algorithm: AlgorithmSection = AlgorithmSection()
+    """GRPO."""
+    warmup: WarmupSection | None = None
+    """Supervised updates before RL, with an optimizer of their own; null: off."""
+    rollout: RolloutSection
+    """Sampling and the engine that samples."""
+    training: TrainingSection = TrainingSection()
+    """Rows, and what is kept of them for the backward pass."""
+    optimizer: OptimizerSection
+    """AdamW and its schedule, counted in optimizer updates."""
+    evaluation: EvaluationSection = EvaluationSection()
+    """Reward on `test.jsonl`."""
+    checkpoint: CheckpointSection = CheckpointSection()
+    """When the state of the run is saved."""
+    observe: ObserveSection = ObserveSection()
+    """What the run shows of itself."""
+
+    @property
+    def total_updates(self) -> int:
+        """Optimizer updates of all RL steps."""
+        return self.steps * self.algorithm.updates_per_step
+
+    @model_validator(mode="after")
+    def _refuse_conflicts(self) -> Self:
+        for refused, keys, why in _conflicts(self):
+            if refused:
+                raise ValueError(f"{_settings(self, *keys.split())}: {why}")
+        return self
+
+
+def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
+    """Combinations that are refused: when, the keys whose values are named, and why."""
+    m, tiny, config = r.model, r.model.tiny_processor, r.model.config
+    yield (m.path is None) == (config is None), "model.path model.config", "set exactly one"
+    yield (
+        m.path is not None and m.init_std is not None,
+        "model.path model.init_std",
+        "a checkpoint has weights",
+    )
+    yield (
+        m.path is not None and tiny is not None,
+        "model.path model.tiny_processor",
+        "a checkpoint has a processor, or name the folder of one in model.processor",
+    )
+    if config is not None:
+        for key in ("model_type", "architectures"):
+            yield key not in config, "model.config", f"an inline configuration needs {key!r}"
+        yield (
+            (m.processor is None) == (tiny is None),
+            "model.processor model.tiny_processor",
+            "set exactly one beside model.config",
+        )
+    if tiny is not None:
+        tokenizer, pixels = "model.tiny_processor.alphabet", "model.tiny_processor.max_pixels"
+        yield len(set(tiny.alphabet)) < len(tiny.alphabet), tokenizer, "a character may occur only once"
+        yield (
+            len(tiny.alphabet) >= tiny.vocab_size,
+            f"model.tiny_processor.vocab_size {tokenizer}",
+            "the vocabulary must hold the characters and the special tokens",
+        )
+        yield (
+            tiny.min_pixels > tiny.max_pixels,
+            f"model.tiny_processor.min_pixels {pixels}",
+            "min exceeds max",
+        )
+        token = (tiny.patch_size * tiny.merge_size) ** 2
+        yield tiny.max_pixels < token, pixels, f"should be at least {token}, the pixels of one media token"
+        for ours, section, theirs in (
+            ("vocab_size", "text_config", "vocab_size"),
+            ("patch_size", "vision_config", "patch_size"),
+            ("merge_size", "vision_config", "spatial_merge_size"),
+            ("temporal_patch_size", "vision_config", "temporal_patch_size"),
+        ):
+            values = config.get(section)
+            yield (
+                isinstance(values, dict) and values.get(theirs, getattr(tiny, ours)) != getattr(tiny, ours),
+                f"model.tiny_processor.{ours} model.config.{section}.{theirs}",
+                "should be equal",
+            )
+    yield (
+        set(m.freeze) == set(get_args(Part)) and (r.steps > 0 or r.warmup is not None),
+        "model.freeze steps",
+        "nothing is left to train",
+    )
+
+    tensor_parallel = r.parallel.tensor_model_parallel_size
+    yield (
+        r.parallel.pipeline_model_parallel_size > 1,
+        "parallel.pipeline_model_parallel_size",
+        "only 1 is accepted, since rollouts share the rank's module with training and step all layers of it",
+    )
+    for key in ("context_parallel_size", "expert_model_parallel_size"):
+        yield getattr(r.parallel, key) > 1, f"parallel.{key}", "only 1 is accepted in this version"
+    yield (
+        r.parallel.sequence_parallel and tensor_parallel == 1,
+        "parallel.sequence_parallel parallel.tensor_model_parallel_size",
+        "sequence parallelism needs a tensor parallel size above 1",
+    )
+    for key, value in (
+        ("rollout.max_requests", r.rollout.max_requests),
+        ("training.tokens_per_row", r.training.tokens_per_row),
+    ):
+        yield (
+            value % tensor_parallel > 0,
+            f"{key} parallel.tensor_model_parallel_size",
+            "should be a multiple of the tensor parallel size",
+        )
+
+    malformed = _regex_error(r.environment.format)
+    yield malformed is not None, "environment.format", f"should be a regular expression: {malformed}"
+    yield (
+        r.environment.format_reward > 0 and r.environment.format is None,
+        "environment.format_reward environment.format",
+        "the reward needs a format",
+    )
+
+    yield (
+        r.algorithm.prompts_per_step % r.algorithm.minibatches > 0,
+        "algorithm.minibatches algorithm.prompts_per_step",
+        "minibatches should divide the prompts of a step",
+    )
+    for key, greedy in (
+        ("temperature", r.rollout.temperature == 0),
+        ("top_k", r.rollout.top_k == 1),
+    ):
+        yield (
+            greedy and r.steps > 0,
+            f"rollout.{key} algorithm.group_size steps",
+            "the greedy rollouts of a group are equal and their advantages 0; sample, or set steps = 0",
+        )
+    for key, filtered in (("top_p", r.rollout.top_p < 1), ("top_k", r.rollout.top_k > 0)):
+        yield (
+            filtered and r.algorithm.old_log_probs == "rollout",
+            f"rollout.{key} algorithm.old_log_probs",
+            "the trainer knows only the full tempered distribution; set old_log_probs = 'trainer'",
+        )
+    yield (
+        r.rollout.top_p < 1 and r.rollout.top_k > 0,
+        "rollout.top_p rollout.top_k",
+        "Megatron samples with one of them; set top_p = 1.0 or top_k = 0",
+    )
+
+    yield (
+        r.rollout.max_tokens_per_step < r.rollout.max_requests,
+        "rollout.max_tokens_per_step rollout.max_requests",
+        "every decoding request takes a token of the engine's step",
+    )
+    yield (
+        not r.rollout.enable_chunked_prefill and r.rollout.max_tokens_per_step < r.data.max_prompt_tokens,
+        "rollout.enable_chunked_prefill rollout.max_tokens_per_step data.max_prompt_tokens",
+        "an unchunked prompt must fit into the engine's step",
+    )
+    yield (
+        r.data.max_prompt_tokens + r.rollout.max_new_tokens > r.training.tokens_per_row,
+        "data.max_prompt_tokens rollout.max_new_tokens training.tokens_per_row",
+        "a row must hold the longest sample",
+    )
+    yield (
+        r.steps > 0 and r.optimizer.warmup_steps > r.total_updates,
+        "optimizer.warmup_steps steps algorithm.epochs algorithm.minibatches",
+        f"the run has only {r.total_updates} updates",
+    )
+
+
+def check_world(recipe: Recipe, world_size: int) -> None:
+    """Refuses a number of processes over which the work of the recipe does not divide.
+
+    Raises:
+        UserError: names the keys, their values and the number of processes.
+    """
+    if world_size < 1:
+        raise UserError(f"world size = {world_size}: should be at least 1")
+    if world_size % recipe.parallel.model_parallel_size:
+        keys = _settings(recipe, "parallel.tensor_model_parallel_size")
+        raise UserError(f"{keys}: should divide the world size, which is {world_size}")
+    data_parallel = recipe.parallel.data_parallel_size(world_size)
+    if recipe.algorithm.prompts_per_step % (recipe.algorithm.minibatches * data_parallel):
+        keys = _settings(recipe, "algorithm.prompts_per_step", "algorithm.minibatches")
+        raise UserError(
+            f"{keys}: a minibatch should give each of {data_parallel} data-parallel ranks whole groups"
+        )
+    if recipe.warmup is not None and recipe.warmup.batch_size % data_parallel:
+        keys = _settings(recipe, "warmup.batch_size")
+        raise UserError(f"{keys}: should be a multiple of the data parallel size, which is {data_parallel}")
+
+
+class _Layer(NamedTuple):
+    """One file or one override; later layers win."""
+
+    source: str
+    values: DictConfig
+
+
+def load_recipe(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Recipe:
+    """Merges what the file extends, the file, and `key=value` overrides, in this order; then validates.
+
+    Raises:
+        UserError: one line with the dotted key, the value, where it was set and what would be accepted.
+    """
+    layers = list(_file_layers(Path(path), chain=(), seen=set()))
+    layers += [_override_layer(text) for text in overrides]
+    try:
+        merged = OmegaConf.merge(*(layer.values for layer in layers))
+        values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {_one_line(error)}") from None
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise UserError(_refusal(error, layers, str(path))) from None
+
+
+def save_recipe(recipe: Recipe, path: str | os.PathLike) -> None:
+    """Writes every value, defaults included; `load_recipe(path)` gives an equal recipe."""
+    OmegaConf.save(OmegaConf.create(_escape(recipe.model_dump())), Path(path))
+
+
+def _file_layers(path: Path, chain: tuple[Path, ...], seen: set[Path]) -> Iterator[_Layer]:
+    """Bases first, depth first; a file that is reached twice counts once, at its first place."""
+    if path.resolve() in [link.resolve() for link in chain]:
+        raise UserError(f"extends runs in a circle: {' -> '.join(map(str, (*chain, path)))}")
+    if path.resolve() in seen:
+        return
+    seen.add(path.resolve())
+    origin = f" (extended by {chain[-1]})" if chain else ""
+    try:
+        values = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise UserError(f"recipe {path}{origin} does not exist") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"recipe {path}{origin} cannot be read: {_one_line(error)}") from None
+    if not isinstance(values, DictConfig):
+        raise UserError(f"recipe {path}{origin} is a list: a recipe is a mapping of keys to values")
+
+    bases = OmegaConf.to_container(values).pop("extends", [])
+    values.pop("extends", None)
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise UserError(f"extends = {bases!r} in {path}: should be a path or a list of paths")
+    for base in bases:
+        yield from _file_layers(path.parent / base, (*chain, path), seen)
+    yield _Layer(str(path), values)
+
+
+def _override_layer(text: str) -> _Layer:
+    key, equals, _ = text.partition("=")
+    if not equals or not key.strip():
+        raise UserError(f"override {text!r} should be key=value, such as optimizer.learning_rate=1e-3")
+    try:
+        return _Layer(f"override {text!r}", OmegaConf.from_dotlist([text]))
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"override {text!r} cannot be read: {_one_line(error)}") from None
+
+
+def _settings(recipe: Recipe, *keys: str) -> str:
+    """`key = value, key = value` of dotted keys."""
+    named = []
+    for key in keys:
+        value: Any = recipe
+        for name in key.split("."):
+            value = value[name] if isinstance(value, dict) else getattr(value, name)
+        named.append(f"{key} = {_one_line(repr(value), limit=60)}")
+    return ", ".join(named)
+
+
+def _regex_error(pattern: str | None) -> re.error | None:
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        return error
+    return None
+
+
+def _refusal(error: ValidationError, layers: Sequence[_Layer], path: str) -> str:
+    """One line for the first mistake; unknown keys first, since a misspelt key is a missing one too."""
+    first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+    kind, key = first["type"], ".".join(map(str, first["loc"]))
+    if kind == "value_error":  # of `_conflicts`, which names its keys
+        return f"{first['ctx']['error']} (in {path})"
+    if kind == "missing":
+        meaning = dict(_fields(Recipe))[key].description
+        return f"{key} is missing in {path}: should be {_one_line(meaning).rstrip('.')}"
+    source = _source(first["loc"], layers) or path
+    if kind == "extra_forbidden":
+        return f"unknown key '{key}' in {source}: {_nearest(key)}"
+    accepted = "should be a mapping" if kind == "model_type" else first["msg"].removeprefix("Input ")
+    return f"{key} = {_one_line(repr(first['input']), limit=60)} in {source}: {accepted}"
+
+
+def _source(location: tuple[int | str, ...], layers: Sequence[_Layer]) -> str | None:
+    """The last file or override that sets the key, or the list that it is an item of; None: interpolated."""
+    for layer in reversed(layers):
+        node: Any = OmegaConf.to_container(layer.values)
+        for key in location:
+            if not isinstance(node, dict) or key not in node:
+                break
+            node = node[key]
+        else:
+            return layer.source
+        if isinstance(node, list):
+            return layer.source
+    return None
+
+
+def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Dotted key and field of everything in a section, inner sections included."""
+    for name, field in section.model_fields.items():
+        yield f"{prefix}{name}", field
+        for option in (field.annotation, *get_args(field.annotation)):
+            if isinstance(option, type) and issubclass(option, Section):
+                yield from _fields(option, f"{prefix}{name}.")
+
+
+def _nearest(key: str) -> str:
+    """Hint for an unknown key: the closest name in its section, else anywhere, else what the section has."""
+    keys = [known for known, _ in _fields(Recipe)]
+    if key in keys:
+        return "dots are for overrides, a file nests its keys"
+    section, _, name = key.rpartition(".")
+    siblings = [known for known in keys if known.rpartition(".")[0] == section]
+    for candidates in (siblings, keys):
+        names = [known.rpartition(".")[2] for known in candidates]
+        if close := get_close_matches(name, names, n=1):
+            meant = [f"'{known}'" for known in candidates if known.rpartition(".")[2] == close[0]]
+            return f"did you mean {' or '.join(meant)}?"
+    return f"should be one of {', '.join(siblings)}"
+
+
+def _escape(value: Any) -> Any:
+    """Shields strings that OmegaConf would read as an `${interpolation}` or as `???`, a missing value."""
+    if isinstance(value, dict):
+        return {key: _escape(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_escape(inner) for inner in value]
+    if isinstance(value, str):
+        value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+        return re.sub(r"^(\\*\?\?\?)\Z", r"\\\1", value)
+    return value
+
+
+def _one_line(message: object, limit: int = 200) -> str:
+    text = " ".join(str(message).split())
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

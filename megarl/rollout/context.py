@@ -1,0 +1,78 @@
+"""The two Megatron classes that must know about media: the inference context and the model wrapper."""
+
+import torch
+from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from torch import Tensor
+
+from megarl.rollout.prompts import PromptTable
+
+
+class MediaContext(DynamicInferenceContext):
+    """Knows the live prompts, and takes one rotary angle per token of the step where Megatron's context
+    takes a table of angles by position."""
+
+    prompts: PromptTable | None = None
+    """None while CUDA graphs are captured."""
+
+    def step_tokens(self) -> tuple[Tensor, Tensor]:
+        """Request ids and places in their requests of the step's tokens, both int64 `[tokens]` on the CPU."""
+        n = self.active_token_count
+        return self.request_ids[self.token_to_request_idx[:n]].long(), self.token_to_position_in_request[:n].long()
+
+    def _rotate(self, t: Tensor, freqs: Tensor, config, cp_group, mscale: float) -> Tensor:
+        n = self.padded_active_token_count
+        t[:n] = apply_rotary_pos_emb(t=t[:n], freqs=freqs[:n], config=config, cp_group=cp_group, mscale=mscale)
+        return t
+
+    def apply_rotary_emb_query(self, query, query_emb, config, cu_seqlens_q, cp_group, mscale=1.0):
+        return self._rotate(query, query_emb, config, cp_group, mscale)
+
+    def apply_rotary_emb_key(self, key, key_emb, config, cp_group, mscale=1.0):
+        return self._rotate(key, key_emb, config, cp_group, mscale)
+
+
+class MediaWrapper(GPTInferenceWrapper):
+    """One engine step through the language model; media features come from the prompts' table, so the
+    vision tower is never entered here."""
+
+    def __init__(self, model, context: MediaContext):
+        super().__init__(model.language_model, context)
+        self.merge = model.merge
+
+    def _forward(self, inference_input) -> Tensor:
+        tokens, context = inference_input["tokens"], self.inference_context
+        positions, media = self._positions_and_media(tokens)
+        embeddings = mask = deepstack = None
+        if media is not None:
+            merged = self.merge(tokens[0], media, context.prompts.features)
+            embeddings, mask, deepstack = merged.embeddings, merged.media_mask, merged.deepstack
+        return self.model(
+            tokens,
+            positions,
+            inference_input["attention_mask"],
+            decoder_input=embeddings,
+            inference_context=context,
+            runtime_gather_output=True,
+            visual_pos_masks=mask,
+            deepstack_visual_embeds=deepstack,
+        )
+
+    def _positions_and_media(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Positions int64 `[3, 1, padded tokens]`; feature rows int64 `[padded tokens]` if this step has media."""
+        context, padded = self.inference_context, tokens.shape[1]
+        positions = torch.zeros(3, padded, dtype=torch.long)
+        if context.prompts is None:
+            return positions[:, None].to(tokens.device), None
+        requests, places = context.step_tokens()
+        n, media = requests.numel(), None
+        if context.is_decode_only():
+            positions[:, :n] = context.prompts.decode_positions(requests, places)
+        else:
+            positions[:, :n], rows = context.prompts.lookup(requests, places)
+            if bool((rows >= 0).any()):
+                media = torch.full((padded,), -1)
+                media[:n] = rows
+                media = media.to(tokens.device)
+        return positions[:, None].to(tokens.device), media

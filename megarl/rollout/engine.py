@@ -1,0 +1,193 @@
+"""Prompts in, rollouts out: Megatron's dynamic inference engine over the weights that are being trained."""
+
+import copy
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.inference.config import InferenceConfig, PrefixCachingEvictionPolicy
+from megatron.core.inference.inference_request import DynamicInferenceRequest
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.parallel_state import get_global_memory_buffer
+from torch import Tensor
+
+from megarl.media.item import EncodedPrompt
+from megarl.rollout.context import MediaContext, MediaWrapper
+from megarl.rollout.features import FeatureCache
+from megarl.rollout.prompts import build_prompt_table, prefix_hashes
+from megarl.rollout.sampling import Sampler, SamplingOptions
+from megarl.rollout.stepping import Controller, SteppingEngine
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    max_requests: int
+    """Requests that decode at the same time."""
+    max_tokens_per_step: int
+    """Tokens of one forward pass; a multiple of 64."""
+    max_sequence_length: int
+    """Prompt and completion."""
+    kv_cache_gb: float
+    block_size_tokens: int
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    cuda_graphs: bool = False
+    """Decode steps replay CUDA graphs; steps with prompts run eagerly."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """One sampled completion."""
+
+    prompt: EncodedPrompt
+    ids: Tensor
+    """int64 `[n]`, the stop token included."""
+    log_probs: Tensor
+    """float32 `[n]`: behaviour log-probabilities, of the distribution that was sampled from."""
+    finished: bool
+    """Ended by a stop token, not by length."""
+
+
+class _VocabularyOnly:
+    """Megatron's controller wants a tokenizer; nothing is ever decoded inside the engine."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size, self.bos, self.eod, self.pad = vocab_size, None, -1, 0
+        self.unique_identifiers = {}
+
+    def detokenize(self, tokens, **_):
+        return ""
+
+
+class RolloutEngine:
+    """Built suspended; `generate` wakes it, and leaves the model ready for training.
+
+    Args:
+        model: the policy; its language model is stepped in place, its weights are never copied.
+        options: sizes.
+    """
+
+    def __init__(self, model, options: EngineOptions):
+        config = model.language_model.config
+        device = next(model.parameters()).device
+        self._model, self._options, self._device = model, options, device
+        self.features = FeatureCache(model.encode, model.merge_size, device)
+        self._context = MediaContext(
+            config,
+            InferenceConfig(
+                block_size_tokens=options.block_size_tokens,
+                buffer_size_gb=options.kv_cache_gb,
+                max_requests=options.max_requests,
+                max_tokens=options.max_tokens_per_step,
+                max_sequence_length=options.max_sequence_length,
+                enable_prefix_caching=options.enable_prefix_caching,
+                prefix_caching_eviction_policy=PrefixCachingEvictionPolicy.LRU,
+                enable_chunked_prefill=options.enable_chunked_prefill,
+                num_cuda_graphs=16 if options.cuda_graphs else None,
+                use_cuda_graphs_for_non_decode_steps=False,
+                sampling_backend="torch",
+                logging_step_interval=0,
+            ),
+        )
+        self._sampler = Sampler(device)
+        with self._evaluating():
+            controller = Controller(
+                MediaWrapper(model, self._context), _VocabularyOnly(model.language_model.vocab_size), self._sampler
+            )
+            self._engine = SteppingEngine(controller, self._context)
+            self._engine.suspend()
+
+    def weights_changed(self) -> None:
+        """The one hook that clears whatever was computed from the weights: the KV prefix cache and the
+        media features.  CUDA graphs read the weights where they are, so they stay valid."""
+        self.features.clear()
+        self._context.reset()
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: list[EncodedPrompt], options: SamplingOptions, group_size: int = 1, keys: list[int] | None = None
+    ) -> list[list[Rollout]]:
+        """Samples `group_size` completions of each prompt.
+
+        Args:
+            prompts: in any order; equal pictures are encoded once.
+            keys: one number per prompt that decides its draws together with the rollout's place in its
+                group; equal keys give equal rollouts.  Default: the prompt's place in the list.
+
+        Returns:
+            One list of `group_size` rollouts per prompt.
+        """
+        if not prompts:
+            return []
+        with self._evaluating(), self._awake():
+            self._begin(prompts, options, group_size, keys or list(range(len(prompts))))
+            while self._engine.has_unfinished_requests():
+                self._engine.step_modern()
+            self._context.prompts = None
+        return self._collect(prompts, options, group_size)
+
+    def _begin(self, prompts, options: SamplingOptions, group_size: int, keys: list[int]) -> None:
+        features, rows = self.features([item for prompt in prompts for item in prompt.items])
+        prompt_of_request = torch.arange(len(prompts)).repeat_interleave(group_size)
+        self._context.prompts = build_prompt_table(prompts, prompt_of_request, features, rows)
+        self._sampler.options = options
+        place = np.tile(np.arange(group_size, dtype=np.uint64), len(prompts))
+        with np.errstate(over="ignore"):
+            self._sampler.keys = np.repeat(np.array(keys, dtype=np.uint64), group_size) * np.uint64(1 << 20) + place
+        self._engine.controller.begin(options.stop_ids)
+        self._engine.begin(len(prompts) * group_size, options.max_new_tokens)
+        for request, index in enumerate(prompt_of_request.tolist()):
+            if request % group_size == 0:
+                ids = prompts[index].ids.to(self._device)
+                hashes = self._hashes(prompts[index])
+            self._engine._add_request(
+                DynamicInferenceRequest(
+                    request_id=request,
+                    prompt_tokens=ids,
+                    sampling_params=SamplingParams(
+                        num_tokens_to_generate=options.max_new_tokens,
+                        termination_id=-1,
+                        return_log_probs=True,
+                        skip_prompt_log_probs=True,
+                    ),
+                    precomputed_block_hashes=copy.copy(hashes),
+                )
+            )
+
+    def _hashes(self, prompt: EncodedPrompt) -> list[int]:
+        if not self._options.enable_prefix_caching:
+            return []
+        return prefix_hashes(prompt, self._model.merge_size, self._options.block_size_tokens)
+
+    def _collect(self, prompts, options: SamplingOptions, group_size: int) -> list[list[Rollout]]:
+        done = self._engine.completions
+        groups = []
+        for index, prompt in enumerate(prompts):
+            group = []
+            for request in range(index * group_size, (index + 1) * group_size):
+                n = int(done.count[request])
+                ids = done.tokens[request, :n]
+                stopped = n > 0 and int(ids[-1]) in options.stop_ids
+                group.append(Rollout(prompt, ids.clone(), done.log_probs[request, :n].clone(), stopped))
+            groups.append(group)
+        return groups
+
+    @contextmanager
+    def _evaluating(self):
+        training = self._model.training
+        self._model.eval()
+        try:
+            yield
+        finally:
+            self._model.train(training)
+
+    @contextmanager
+    def _awake(self):
+        self._engine.resume()
+        try:
+            yield
+        finally:
+            self._engine.suspend()
+            # Scratch made under torch.inference_mode cannot be written by a training forward.
+            get_global_memory_buffer().buffer.clear()

@@ -1,0 +1,84 @@
+"""What the engine must know of each live prompt beyond its ids, as tables indexed by vector operations.
+
+The rollouts of a group share one entry, so nothing here grows with the group size, and a decode step
+looks up one number per request.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from megatron.core.inference.inference_request import compute_block_hashes_batched
+from torch import Tensor
+
+from megarl.media.item import EncodedPrompt
+
+
+@dataclass(frozen=True, eq=False)
+class PromptTable:
+    start: Tensor
+    """int64 `[prompts + 1]`: where each prompt begins in the flat tables."""
+    positions: Tensor
+    """int64 `[3, prompt tokens]`: rotary positions."""
+    feature_rows: Tensor
+    """int64 `[prompt tokens]`: row of `features`, -1 for text."""
+    offset: Tensor
+    """int64 `[prompts]`: rotary position of token t of the completion is `t + offset`, t counted from
+    the start of the prompt."""
+    features: Tensor | None
+    """`[1 + deepstack layers, rows, hidden]` on the model's device; None without media."""
+    prompt_of_request: Tensor
+    """int64 `[requests]`."""
+
+    def lookup(self, requests: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions int64 `[3, n]` and feature rows int64 `[n]` of tokens, given by their request ids and
+        their places in the request, both int64 `[n]`."""
+        prompt = self.prompt_of_request[requests]
+        flat = self.start[prompt] + places
+        inside = flat < self.start[prompt + 1]
+        flat = flat.clamp(max=self.feature_rows.numel() - 1)
+        positions = torch.where(inside, self.positions[:, flat], places + self.offset[prompt])
+        return positions, torch.where(inside, self.feature_rows[flat], -1)
+
+    def decode_positions(self, requests: Tensor, places: Tensor) -> Tensor:
+        """int64 `[n]`, equal on the three axes: positions of sampled tokens, one per request."""
+        return places + self.offset[self.prompt_of_request[requests]]
+
+
+def build_prompt_table(
+    prompts: list[EncodedPrompt], prompt_of_request: Tensor, features: Tensor | None, rows: dict[bytes, range]
+) -> PromptTable:
+    """Lays the prompts end to end; `rows` gives the rows of `features` of each media item, by digest."""
+    lengths = torch.tensor([0, *(p.ids.numel() for p in prompts)])
+    feature_rows = torch.full((int(lengths.sum()),), -1)
+    mask = torch.cat([p.media_mask for p in prompts])
+    media = [torch.arange(r.start, r.stop) for p in prompts for r in (rows[i.digest] for i in p.items)]
+    if media:
+        feature_rows[mask] = torch.cat(media)
+    return PromptTable(
+        start=lengths.cumsum(0),
+        positions=torch.cat([p.positions for p in prompts], 1),
+        feature_rows=feature_rows,
+        offset=torch.tensor([p.next_position for p in prompts]) - lengths[1:],
+        features=features,
+        prompt_of_request=prompt_of_request,
+    )
+
+
+def prefix_hashes(prompt: EncodedPrompt, merge_size: int, block_size: int) -> list[int]:
+    """Keys of the prompt's whole KV blocks for the prefix cache.  A media token counts as its item's
+    digest and its place in it, so equal ids over different pictures never match.
+
+    Returns:
+        One int in [1, 2**63 - 1] per whole block, chained from block to block.
+    """
+    if prompt.ids.numel() < block_size:
+        return []
+    keys = prompt.ids.clone()
+    media = []
+    for item in prompt.items:
+        base = int.from_bytes(hashlib.sha256(item.digest).digest()[:7], "little")
+        media.append(-1 - (base + torch.arange(item.feature_count(merge_size))) % (1 << 55))
+    if media:
+        keys[prompt.media_mask] = torch.cat(media)
+    return compute_block_hashes_batched(keys, block_size)

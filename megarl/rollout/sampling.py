@@ -1,0 +1,104 @@
+"""Drawing tokens, and the log-probabilities they were drawn with, in one pass over the logits.
+
+A draw is a function of the rollout's key, the token's place and the logits: no generator has a state.
+The same rollout is sampled the same way whatever else is in the batch, on every tensor-parallel rank, and
+after a resume.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.inference.sampling.base import Sampling
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    """Token ids that end a completion; the stop token is part of it."""
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy."""
+    top_p: float = 1.0
+    """Smallest set of tokens with this probability is kept; 1 keeps all."""
+    top_k: int = 0
+    """Most probable tokens kept; 0 keeps all."""
+
+
+def uniform(keys: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """float32 `[n]` in [0, 1) from two int64 `[n]`: SplitMix64's finaliser over both (Steele, Lea and
+    Flood, "Fast splittable pseudorandom number generators", 2014), upper 24 bits."""
+    with np.errstate(over="ignore"):
+        z = keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + places.astype(np.uint64)
+        for _ in range(2):
+            z += np.uint64(0x9E3779B97F4A7C15)
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            z ^= z >> np.uint64(31)
+    return (z >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24)
+
+
+def filtered_log_probs(logits: Tensor, options: SamplingOptions) -> Tensor:
+    """Log-probabilities of the sampling distribution.
+
+    Args:
+        logits: `[n, vocabulary]`, any float dtype.
+
+    Returns:
+        float32 `[n, vocabulary]`, -inf where `top_p` or `top_k` cut a token off.  Greedy decoding is given
+        the distribution at temperature 1.
+    """
+    log_probs = logits.float()
+    if options.temperature not in (0.0, 1.0):
+        log_probs = log_probs / options.temperature
+    if options.top_k:
+        kth = log_probs.topk(options.top_k, dim=-1).values[:, -1:]
+        log_probs = log_probs.masked_fill(log_probs < kth, -torch.inf)
+    if options.top_p < 1.0:
+        ordered, order = log_probs.sort(dim=-1, descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        cut = torch.zeros_like(before, dtype=torch.bool).scatter(1, order, before >= options.top_p)
+        log_probs = log_probs.masked_fill(cut, -torch.inf)
+    return log_probs.log_softmax(-1)
+
+
+def draw(log_probs: Tensor, uniforms: Tensor | None) -> Tensor:
+    """int64 `[n]`: the token at each row's `uniforms` (float32 `[n]`) of the cumulative distribution, or
+    the most probable one where `uniforms` is None."""
+    if uniforms is None:
+        return log_probs.argmax(-1)
+    cumulative = log_probs.exp().cumsum(-1)
+    total = cumulative[:, -1]
+    target = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+
+
+class Sampler(Sampling):
+    """Megatron's sampling interface over the functions above; one set of options for all live requests."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.options: SamplingOptions | None = None
+        self.keys: np.ndarray | None = None
+        """uint64 `[requests]`, by request id."""
+        self.selected: Tensor | None = None
+        """float32 `[n]`: log-probabilities of the tokens drawn last."""
+
+    def sample_kernel(self, logits: Tensor, n: int, context, *, gather_indices=None, output=None, **_) -> Tensor:
+        """Draws one token for each of the `n` active requests from logits `[>= n, vocabulary]`."""
+        logits = logits[:n] if gather_indices is None else logits[gather_indices[:n]]
+        log_probs = filtered_log_probs(logits, self.options)
+        uniforms = None
+        if self.options.temperature:
+            active = slice(context.paused_request_count, context.total_request_count)
+            keys = self.keys[context.request_ids[active].numpy()]
+            uniforms = torch.from_numpy(uniform(keys, context.get_active_sequence_lengths().numpy()))
+            uniforms = uniforms.to(self.device)
+        tokens = draw(log_probs, uniforms)
+        self.selected = log_probs.gather(1, tokens[:, None])[:, 0]
+        return tokens if output is None else output.copy_(tokens)
+
+    def log_probs_kernel(self, logits: Tensor, context, *, token_to_request_index=None) -> Tensor:
+        """Per-row log-probabilities `[rows, vocabulary]` of the sampling distribution."""
+        return filtered_log_probs(logits, self.options)
