@@ -1,16 +1,16 @@
-"""`python -m megarl.check RECIPE [key=value ...]`: validates a recipe without a GPU, prints layout and memory."""
+"""`python -m megarl.check RECIPE [key=value ...]`: validates without a GPU; prints layout and memory."""
 
 import argparse
-import copy
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.errors import UserError
+from megarl.models.hf_config import hf_config
 from megarl.recipe import DataSection, ModelSection, Part, Recipe, check_world, load_recipe
 
 if TYPE_CHECKING:  # transformers takes seconds to import; a refused recipe does not wait for it
@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # transformers takes seconds to import; a refused recipe does
 
 GIB = 1024**3
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
-FAMILIES = ("qwen3_vl", "qwen3_vl_moe")
 PROJECTOR = re.compile(r"merger|projector")
 
 
@@ -80,46 +79,6 @@ class Memory:
         return self.held + self.activations_training
 
 
-def hf_config(model: ModelSection) -> "PreTrainedConfig":
-    """The Hugging Face configuration of a recipe's model, from its folder or inline.
-
-    Raises:
-        UserError: no such folder, another family, an unknown key or a wrong type inside the configuration.
-    """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    if model.path is not None and not Path(model.path, "config.json").is_file():
-        raise UserError(f"model.path = {model.path!r}: should be a folder with a config.json")
-    source = "model.config" if model.path is None else f"model.path = {model.path!r}"
-    try:
-        if model.path is not None:
-            config = AutoConfig.from_pretrained(model.path, local_files_only=True)
-        else:
-            values = copy.deepcopy(model.config)  # transformers rewrites the dictionaries that it is given
-            config = AutoConfig.for_model(values.pop("model_type"), **values)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise UserError(f"{source}: {' '.join(str(error).split())[:200]}") from None
-    if config.model_type not in FAMILIES:
-        raise UserError(
-            f"{source} has model_type {config.model_type!r}: should be one of {', '.join(FAMILIES)}"
-        )
-    for key in _unknown_keys(model.config or {}, config):
-        raise UserError(f"unknown key 'model.config.{key}': {type(config).__name__} of transformers lacks it")
-    return config
-
-
-def _unknown_keys(values: dict, config: "PreTrainedConfig") -> Iterator[str]:
-    """Dotted keys that the configuration would carry along without reading them."""
-    common = {"model_type", *config.__dataclass_fields__}
-    for key, value in values.items():
-        if key in config.sub_configs and isinstance(value, dict):
-            known = common | config.sub_configs[key].__dataclass_fields__.keys()
-            yield from (f"{key}.{inner}" for inner in value if inner not in known)
-        elif key not in common:
-            yield key
-
-
 def count_parameters(config: "PreTrainedConfig") -> ParameterCount:
     """Counts on the meta device, where weights take no memory; the output layer counts as language."""
     import torch
@@ -164,11 +123,11 @@ def layer_activations(
     """Bytes that one layer keeps for its backward pass, with flash attention and without dropout.
 
     Section 4 of Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models
-    (arXiv:2205.05198), with selective recomputation: s b h (10 + 24 / t) bytes, with sequence parallelism
-    s b h 34 / t, where queries, keys and values are h wide and the MLP 4 h.  Here it is in elements and for any
-    width, without the one-byte masks of two dropouts: the inputs of both norms, of the QKV and of the first MLP
-    projection (4 h), and, split over the ranks, query, key, value, attention output, the MLP's inner outputs and
-    the input of its last projection.
+    (arXiv:2205.05198), with selective recomputation: s b h (10 + 24 / t) bytes, or s b h 34 / t with sequence
+    parallelism, where queries, keys and values are h wide and the MLP 4 h.  Here it is in elements, for any
+    width, and without the one-byte masks of two dropouts: the inputs of both norms, of the QKV and of the
+    first MLP projection (4 h), and, split over the ranks, query, key, value, attention output, the MLP's
+    inner outputs and the input of its last projection.
     """
     whole = 4 * stack.hidden / (tensor_parallel if sequence_parallel else 1)
     split = (2 * stack.query + 2 * stack.key_value + (3 if stack.gated else 2) * stack.ffn) / tensor_parallel
@@ -188,10 +147,10 @@ def estimate_memory(
 ) -> Memory:
     """Bytes on one rank; the CUDA context, NCCL, graphs and fragmentation come on top.
 
-    Weights count as split evenly over the tensor-parallel ranks: those that are not (norms, routers) are small.
-    Gradients are float32.  Beside bfloat16 weights the optimizer keeps float32 masters and two moments, sharded
-    over the data-parallel ranks; float32 weights are their own masters.  Activations are those of the engine's
-    largest step, one layer at a time, and of a row that is full of media: upper bounds.
+    Weights count as split evenly over the tensor-parallel ranks; those that are not (norms, routers) are
+    small.  Gradients are float32.  Beside bfloat16 weights the optimizer keeps float32 masters and two
+    moments, sharded over the data-parallel ranks; float32 weights are their own masters.  Activations are
+    those of the engine's largest step, one layer at a time, and of a row full of media: upper bounds.
     """
     rollout, training = recipe.rollout, recipe.training
     item, tensor_parallel = ITEM_BYTES[dtype], recipe.parallel.tensor_model_parallel_size
@@ -237,9 +196,7 @@ def check_heads(config: "PreTrainedConfig", tensor_parallel: int) -> None:
         ("vision_config.num_heads", vision.num_heads),
     ):
         if heads % tensor_parallel:
-            raise UserError(
-                f"parallel.tensor_model_parallel_size = {tensor_parallel}: should divide {key} = {heads}"
-            )
+            raise UserError(f"parallel.tensor_model_parallel_size = {tensor_parallel}: should divide {key} = {heads}")
     groups = text.num_key_value_heads
     if groups % tensor_parallel and tensor_parallel % groups:
         raise UserError(
@@ -263,9 +220,7 @@ def check_kv_cache(recipe: Recipe, config: "PreTrainedConfig", dtype: str) -> No
 def check_folders(model: ModelSection, data: DataSection) -> None:
     """Refuses folders that the run would read and that do not exist."""
     if model.processor is not None and not Path(model.processor).is_dir():
-        raise UserError(
-            f"model.processor = {model.processor!r}: should be a folder with a Hugging Face processor"
-        )
+        raise UserError(f"model.processor = {model.processor!r}: should be a folder with a Hugging Face processor")
     folder = Path(data.path)
     if data.generator is not None and not folder.exists():
         return
@@ -285,7 +240,7 @@ def report(recipe: Recipe, world_size: int) -> str:
     """
     check_world(recipe, world_size)
     check_folders(recipe.model, recipe.data)
-    config = hf_config(recipe.model)
+    config = hf_config(recipe.model.path, recipe.model.config)
     tensor_parallel = recipe.parallel.tensor_model_parallel_size
     check_heads(config, tensor_parallel)
     dtypes = ["bfloat16", "float32"] if recipe.model.dtype == "auto" else [recipe.model.dtype]
@@ -294,24 +249,23 @@ def report(recipe: Recipe, world_size: int) -> str:
 
     algorithm, rollout = recipe.algorithm, recipe.rollout
     longest = recipe.data.max_prompt_tokens + rollout.max_new_tokens
-    rollouts = algorithm.rollouts_per_step
+    prompts, group, rollouts = algorithm.prompts_per_step, algorithm.group_size, algorithm.rollouts_per_step
     parameters = count_parameters(config)
     capacities = ", ".join(
-        f"{kv_cache_blocks(recipe, config, dtype) * rollout.block_size_tokens:,} in {dtype}"
-        for dtype in dtypes
+        f"{kv_cache_blocks(recipe, config, dtype) * rollout.block_size_tokens:,} in {dtype}" for dtype in dtypes
     )
     memories = [estimate_memory(recipe, config, parameters, dtype, world_size) for dtype in dtypes]
     data_parallel = recipe.parallel.data_parallel_size(world_size)
+    updates = algorithm.updates_per_step
     lines = [
         f"processes    {world_size} = tensor parallel {tensor_parallel} x data parallel {data_parallel}",
-        f"a step       {rollouts:,} rollouts "
-        f"(prompts {algorithm.prompts_per_step} x group {algorithm.group_size}), "
-        f"{algorithm.updates_per_step} updates (epochs {algorithm.epochs} x minibatches {algorithm.minibatches})",
+        f"a step       {rollouts:,} rollouts (prompts {prompts} x group {group})",
+        f"             {updates} updates (epochs {algorithm.epochs} x minibatches {algorithm.minibatches})",
         f"             at most {rollouts * rollout.max_new_tokens:,} tokens generated, "
         f"{rollouts * longest * algorithm.epochs:,} trained",
         f"the run      {recipe.steps:,} steps, {recipe.total_updates:,} updates",
-        f"parameters   {parameters.total:,}: vision {parameters.vision:,}, projector {parameters.projector:,}, "
-        f"language {parameters.language:,}",
+        f"parameters   {parameters.total:,}: vision {parameters.vision:,}, "
+        f"projector {parameters.projector:,}, language {parameters.language:,}",
         f"KV cache     tokens on a rank: {capacities}; a request has at most {longest:,}",
         "",
         f"{'GiB on a rank':<24}" + "".join(f"{dtype:>12}" for dtype in dtypes),
@@ -327,16 +281,12 @@ def report(recipe: Recipe, world_size: int) -> str:
         ("peak, rollout", "rollout_peak"),
         ("peak, training", "training_peak"),
     ):
-        lines.append(
-            f"{title:<24}" + "".join(f"{getattr(memory, field) / GIB:>12.3f}" for memory in memories)
-        )
+        lines.append(f"{title:<24}" + "".join(f"{getattr(memory, field) / GIB:>12.3f}" for memory in memories))
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m megarl.check", description="Validates a recipe without a GPU."
-    )
+    parser = argparse.ArgumentParser(prog="python -m megarl.check", description="Validates a recipe without a GPU.")
     parser.add_argument("recipe", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument(

@@ -96,9 +96,7 @@ class ParallelSection(Section):
     @property
     def model_parallel_size(self) -> int:
         """Ranks that hold one copy of the model and work on one row."""
-        return (
-            self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-        )
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     def data_parallel_size(self, world_size: int) -> int:
         """Copies of the model in a job of `world_size` processes, which `check_world` has accepted."""
@@ -440,9 +438,7 @@ def check_world(recipe: Recipe, world_size: int) -> None:
     data_parallel = recipe.parallel.data_parallel_size(world_size)
     if recipe.algorithm.prompts_per_step % (recipe.algorithm.minibatches * data_parallel):
         keys = _settings(recipe, "algorithm.prompts_per_step", "algorithm.minibatches")
-        raise UserError(
-            f"{keys}: a minibatch should give each of {data_parallel} data-parallel ranks whole groups"
-        )
+        raise UserError(f"{keys}: a minibatch should give each of {data_parallel} data-parallel ranks whole groups")
     if recipe.warmup is not None and recipe.warmup.batch_size % data_parallel:
         keys = _settings(recipe, "warmup.batch_size")
         raise UserError(f"{keys}: should be a multiple of the data parallel size, which is {data_parallel}")
@@ -537,7 +533,8 @@ def _regex_error(pattern: str | None) -> re.error | None:
 
 def _refusal(error: ValidationError, layers: Sequence[_Layer], path: str) -> str:
     """One line for the first mistake; unknown keys first, since a misspelt key is a missing one too."""
-    first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+    unknown = ("extra_forbidden", "invalid_key")
+    first = min(error.errors(), key=lambda e: e["type"] not in unknown)
     kind, key = first["type"], ".".join(map(str, first["loc"]))
     if kind == "value_error":  # of `_conflicts`, which names its keys
         return f"{first['ctx']['error']} (in {path})"
@@ -545,7 +542,7 @@ def _refusal(error: ValidationError, layers: Sequence[_Layer], path: str) -> str
         meaning = dict(_fields(Recipe))[key].description
         return f"{key} is missing in {path}: should be {_one_line(meaning).rstrip('.')}"
     source = _source(first["loc"], layers) or path
-    if kind == "extra_forbidden":
+    if kind in unknown:
         return f"unknown key '{key}' in {source}: {_nearest(key)}"
     accepted = "should be a mapping" if kind == "model_type" else first["msg"].removeprefix("Input ")
     return f"{key} = {_one_line(repr(first['input']), limit=60)} in {source}: {accepted}"

@@ -19,6 +19,4 @@ class Prompt:
     @property
     def media_paths(self) -> tuple[Path, ...]:
         """Files of the media items, in prompt order."""
-        return tuple(
-            part[part["type"]] for m in self.messages for part in m["content"] if part["type"] != "text"
-        )
+        return tuple(part[part["type"]] for m in self.messages for part in m["content"] if part["type"] != "text")

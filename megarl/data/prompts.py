@@ -71,9 +71,7 @@ def load_prompts(
         except _BadRow as bad:
             rejections.append(Rejection(number, bad.item, bad.reason))
 
-    broken = _broken_images(
-        {path for prompt in parsed.values() for path in prompt.media_paths}, check_image, threads
-    )
+    broken = _broken_images({path for prompt in parsed.values() for path in prompt.media_paths}, check_image, threads)
     prompts = []
     for number, prompt in parsed.items():
         prompt = replace(prompt, index=len(prompts))
@@ -91,9 +89,7 @@ def write_rejections(rejections: Sequence[Rejection], file: Path) -> None:
     file.write_text("".join(json.dumps(asdict(rejection)) + "\n" for rejection in rejections))
 
 
-def check_rejected(
-    file: Path, prompts: Sequence[Prompt], rejections: Sequence[Rejection], ceiling: float
-) -> None:
+def check_rejected(file: Path, prompts: Sequence[Prompt], rejections: Sequence[Rejection], ceiling: float) -> None:
     """Refuse a data file of which too much was rejected.
 
     Args:
@@ -143,12 +139,8 @@ def _parse_row(line: bytes, folder: Path, default_source: str) -> Prompt:
         raise _BadRow("messages", f"{_name(messages)}, not a list of at least one message")
     messages = tuple(_parse_message(message, f"messages[{i}]", folder) for i, message in enumerate(messages))
     if messages[-1]["role"] != "user":
-        raise _BadRow(
-            f"messages[{len(messages) - 1}].role", f"{messages[-1]['role']!r}: a prompt ends with 'user'"
-        )
-    return Prompt(
-        -1, messages, _text(row, "answer"), _text(row, "source") if "source" in row else default_source
-    )
+        raise _BadRow(f"messages[{len(messages) - 1}].role", f"{messages[-1]['role']!r}: a prompt ends with 'user'")
+    return Prompt(-1, messages, _text(row, "answer"), _text(row, "source") if "source" in row else default_source)
 
 
 def _parse_message(message: Any, item: str, folder: Path) -> dict:

@@ -11,9 +11,7 @@ from megarl.media.item import EncodedPrompt
 class Encoder:
     """Encodes the prompts of one run, and remembers the media that it decoded.  For one thread."""
 
-    def __init__(
-        self, processor: Any, positions: PositionRule, max_prompt_tokens: int, cache_bytes: int = 256 * 2**20
-    ):
+    def __init__(self, processor: Any, positions: PositionRule, max_prompt_tokens: int, cache_bytes: int = 256 * 2**20):
         """`cache_bytes` bounds the prepared pixels that are kept.
 
         Raises:
@@ -27,6 +25,4 @@ class Encoder:
 
     def encode(self, prompt: Prompt) -> EncodedPrompt:
         """See `megarl.media.expand.encode_prompt`, whose errors it raises."""
-        return encode_prompt(
-            prompt, self._processor, self._positions, self._max_prompt_tokens, self._items.load
-        )
+        return encode_prompt(prompt, self._processor, self._positions, self._max_prompt_tokens, self._items.load)

@@ -22,9 +22,7 @@ Grid = tuple[int, int, int]
 class PositionRule(Protocol):
     """A family's rotary positions, for example `megarl.models.qwen3_vl.positions.mrope_positions`."""
 
-    def __call__(
-        self, media_mask: torch.Tensor, grids: Sequence[Grid], merge_size: int
-    ) -> tuple[torch.Tensor, int]:
+    def __call__(self, media_mask: torch.Tensor, grids: Sequence[Grid], merge_size: int) -> tuple[torch.Tensor, int]:
         """Positions int64 `[3, n]`, and the position of the next token.
 
         `media_mask` is bool `[n]`; `grids` has the grid of each run of media tokens, in order.
@@ -101,9 +99,7 @@ def encode_prompt(
     for item, tokens in zip(items, row.run_lengths, strict=True):
         _check_features(prompt.index, item, tokens, merge_size)
     if len(row.ids) > max_prompt_tokens:
-        raise PromptTooLong(
-            prompt.index, f"{len(row.ids)} tokens, but max_prompt_tokens = {max_prompt_tokens}"
-        )
+        raise PromptTooLong(prompt.index, f"{len(row.ids)} tokens, but max_prompt_tokens = {max_prompt_tokens}")
 
     media_mask = torch.tensor(row.media_mask, dtype=torch.bool)
     row_positions, next_position = positions(media_mask, row.grids, merge_size)
@@ -121,16 +117,12 @@ def media_token(processor: Any) -> int:
     special = _special_tokens(processor.tokenizer)
     if token not in special:
         known = ", ".join(sorted(special)[:20]) or "none"
-        raise UserError(
-            f"the tokenizer has no special token {token!r} for images; its special tokens: {known}"
-        )
+        raise UserError(f"the tokenizer has no special token {token!r} for images; its special tokens: {known}")
     return special[token]
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    return {
-        token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special
-    }
+    return {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def _load_items(prompt: Prompt, load_item: Callable[[str, Path], MediaItem]) -> tuple[MediaItem, ...]:

@@ -62,9 +62,7 @@ def _to_rgb(path: Path, image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
-        raise MediaError(
-            path, f"32-bit samples (mode {image.mode}) have no known range: save it with 8 or 16 bits"
-        )
+        raise MediaError(path, f"32-bit samples (mode {image.mode}) have no known range: save it with 8 or 16 bits")
     if image.has_transparency_data:
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")

@@ -1,1 +1,0 @@
-from megarl.platform import prepare as _prepare  # noqa: F401  (before Megatron)

@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import megarl.platform.prepare  # noqa: F401
+
 import torch
 import torch.distributed as dist
 from megatron.bridge import AutoBridge

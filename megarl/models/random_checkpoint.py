@@ -14,7 +14,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText, PretrainedConfig
 
-_RESIDUAL_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight", "attn.proj.weight", "mlp.linear_fc2.weight")
+_RESIDUAL_OUTPUTS = (
+    "self_attn.o_proj.weight",
+    "mlp.down_proj.weight",
+    "attn.proj.weight",
+    "mlp.linear_fc2.weight",
+)
 
 
 def write_random_checkpoint(folder: Path, config: PretrainedConfig, processor, std, scale_output: bool, seed: int):

@@ -99,9 +99,7 @@ def _character_tokenizer(alphabet: str, vocab_size: int) -> PreTrainedTokenizerF
     vocab = {token: number for number, token in enumerate(tokens)}
     backend = Tokenizer(BPE(vocab=vocab, merges=[], unk_token="<|unk|>"))
     backend.decoder = decoders.Fuse()
-    backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
-    )
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", unk_token="<|unk|>"
     )

@@ -87,9 +87,7 @@ def _draw_mismatch(axes: Axes, lines: Lines) -> None:
         ("mismatch/mean", "mean |trainer - engine|", _GREEN),
     )
     if _points(lines, "mismatch/max")[0] and not axes.lines:
-        axes.text(
-            0.5, 0.5, "no mismatch: 0 at every step", transform=axes.transAxes, ha="center", color=_MUTED
-        )
+        axes.text(0.5, 0.5, "no mismatch: 0 at every step", transform=axes.transAxes, ha="center", color=_MUTED)
 
 
 def _draw_policy(axes: Axes, lines: Lines) -> None:

@@ -88,8 +88,7 @@ class Progress:
         if self._live:
             self._live.stop()
         self.message(
-            f"held-out accuracy {accuracy:.3f} (chance {chance:.3f}), "
-            f"{steps} steps, {seconds:.0f} s, run in {run_dir}"
+            f"held-out accuracy {accuracy:.3f} (chance {chance:.3f}), {steps} steps, {seconds:.0f} s, run in {run_dir}"
         )
 
     def _show(self, name: str, step: int, total: int, cells: list[str]) -> None:

@@ -33,7 +33,7 @@ def _plan(bounds: tuple[int, ...], exact: bool, device: torch.device) -> _Plan:
     for start, end in zip(bounds, bounds[1:], strict=False):
         n = end - start
         if n:
-            step = 1 if exact else max(8, 1 << (n.bit_length() - 2))
+            step = 1 if exact else max(8, (1 << n.bit_length()) >> 2)
             by_length.setdefault(-(-n // step) * step, []).append((start, n))
     buckets, order, base = [], torch.empty(bounds[-1], dtype=torch.long), 0
     for segments in by_length.values():
@@ -76,7 +76,13 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor,
 
 
 def _attend_pages(
-    query: Tensor, lengths: Tensor, k_cache: Tensor, v_cache: Tensor, kv_lengths: Tensor, pages: Tensor, scale: float
+    query: Tensor,
+    lengths: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_lengths: Tensor,
+    pages: Tensor,
+    scale: float,
 ) -> Tensor:
     """query `[b, s, h, d]` with `lengths` real rows a request -> `[b, s, h, d]`, causal at the bottom right."""
     block = k_cache.shape[1]

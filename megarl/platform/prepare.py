@@ -10,10 +10,18 @@ import warnings
 from megarl.platform.kernels import kernels, refuse_foreign_apex
 from megarl.platform.patches import apply_patches
 
-# Optional packages that Megatron looks for and megarl does not need announce their absence a dozen times.
-for _text in ("Apex", "APEX", "transformer_engine", "pynvml", "Triton", "flash"):
-    warnings.filterwarnings("ignore", message=f".*{_text}.*", module=r"megatron\..*")
-logging.getLogger("megatron").setLevel(logging.WARNING)
-
 refuse_foreign_apex()
-applied = apply_patches(kernels())
+
+# While they are imported, Megatron and Bridge announce every optional package that they do not find.
+logging.disable(logging.WARNING)
+try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        applied = apply_patches(kernels())
+        import megatron.bridge  # noqa: F401
+finally:
+    logging.disable(logging.NOTSET)
+
+# Bridge's import lets the root logger print at INFO, where Megatron's engine logs every suspend and resume.
+for _name in (None, "megatron", "megatron.bridge"):
+    logging.getLogger(_name).setLevel(logging.WARNING)

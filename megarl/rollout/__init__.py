@@ -1,1 +1,1 @@
-from megarl.platform import prepare as _prepare  # noqa: F401  (before Megatron)
+import megarl.platform.prepare  # noqa: F401  (before any module of this package imports Megatron)

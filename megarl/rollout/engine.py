@@ -93,7 +93,9 @@ class RolloutEngine:
         self._sampler = Sampler(device)
         with self._evaluating():
             controller = Controller(
-                MediaWrapper(model, self._context), _VocabularyOnly(model.language_model.vocab_size), self._sampler
+                MediaWrapper(model, self._context),
+                _VocabularyOnly(model.language_model.vocab_size),
+                self._sampler,
             )
             self._engine = SteppingEngine(controller, self._context)
             self._engine.suspend()
@@ -106,7 +108,11 @@ class RolloutEngine:
 
     @torch.no_grad()
     def generate(
-        self, prompts: list[EncodedPrompt], options: SamplingOptions, group_size: int = 1, keys: list[int] | None = None
+        self,
+        prompts: list[EncodedPrompt],
+        options: SamplingOptions,
+        group_size: int = 1,
+        keys: list[int] | None = None,
     ) -> list[list[Rollout]]:
         """Samples `group_size` completions of each prompt.
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
-from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+from megatron.core.inference.text_generation_controllers.text_generation_controller import (
+    TextGenerationController,
+)
 from torch import Tensor
 
 from megarl.rollout.sampling import Sampler

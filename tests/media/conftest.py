@@ -64,7 +64,5 @@ def qwen(tiny):
     backend.train_from_iterator([words, " ".join(SPECIAL)] * 20, trainer)
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     backend.add_tokens([AddedToken("<think>", special=False, normalized=False)])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     return Qwen3VLProcessor(tiny.image_processor, tokenizer, tiny.video_processor, QWEN_TEMPLATE)

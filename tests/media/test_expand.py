@@ -1,6 +1,5 @@
 import copy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +25,11 @@ def picture(path: Path) -> Image.Image:
     return Image.fromarray(noise)
 
 
-def encode(processor, prompt, max_prompt_tokens=10_000, load_item=None):
+def encode(processor, prompt, max_prompt_tokens=10_000, load_item=None, positions=mrope_positions):
     def load(kind, path):
         return prepare_image(picture(path), processor.image_processor, path)
 
-    return encode_prompt(prompt, processor, mrope_positions, max_prompt_tokens, load_item or load)
+    return encode_prompt(prompt, processor, positions, max_prompt_tokens, load_item or load)
 
 
 def part(value):
@@ -236,16 +235,13 @@ def test_the_prompt_is_left_as_it_was(tiny):
     assert prompt == before
 
 
-def test_nothing_but_the_position_rule_knows_the_family(tiny):
-    def flat(media_mask, grids, merge_size, seen):
-        seen.append((media_mask.sum().item(), list(grids), merge_size))
-        return torch.arange(len(media_mask)).expand(3, -1), len(media_mask)
-
+def test_the_position_rule_is_given_the_mask_and_the_grid_of_each_run(tiny):
     seen = []
 
-    def load(kind, path):
-        return prepare_image(picture(path), tiny.image_processor, path)
+    def flat(media_mask, grids, merge_size):
+        seen.append((media_mask.sum().item(), list(grids), merge_size))
+        return torch.arange(len(media_mask)).expand(3, -1), 99
 
-    encoded = encode_prompt(user(A, WIDE), tiny, partial(flat, seen=seen), 100, load)
-    assert seen == [(8, [(1, 4, 4), (1, 2, 16)] if encoded.items[1].grid == (1, 2, 16) else seen[0][1], 2)]
-    assert encoded.next_position == len(encoded.ids)
+    encoded = encode(tiny, user(A, WIDE), positions=flat)
+    assert seen == [(12, [(1, 4, 4), (1, 2, 16)], 2)]
+    assert encoded.positions[2].tolist() == list(range(len(encoded.ids))) and encoded.next_position == 99

@@ -30,9 +30,7 @@ def write(run_dir: Path, resume_step: int, last: int, **values: float) -> None:
 
 def test_a_line_is_a_json_object_that_begins_with_its_step(tmp_path):
     with MetricsLog(tmp_path / "run", 0) as log:
-        log.write(
-            1, {"reward/mean": 0.123456789, "tokens": 1234567, "source": "digits", "eval/accuracy": None}
-        )
+        log.write(1, {"reward/mean": 0.123456789, "tokens": 1234567, "source": "digits", "eval/accuracy": None})
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert text == (
         '{"step": 1, "reward/mean": 0.123457, "tokens": 1234567, "source": "digits", "eval/accuracy": null}\n'

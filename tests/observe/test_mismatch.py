@@ -26,9 +26,7 @@ def reduce(parts: list[MismatchParts]) -> MismatchParts:
 
 def test_numbers_by_hand():
     # d = trainer - engine = ln 2, -ln 2, 0
-    metrics = mismatch_metrics(
-        compare([(-2.0, -2.0 + math.log(2)), (-1.0, -1.0 - math.log(2)), (-3.0, -3.0)])
-    )
+    metrics = mismatch_metrics(compare([(-2.0, -2.0 + math.log(2)), (-1.0, -1.0 - math.log(2)), (-3.0, -3.0)]))
     assert metrics == pytest.approx(
         {
             "mismatch/max": math.log(2),
@@ -54,8 +52,7 @@ def test_the_kl_estimate_is_that_of_the_engine_to_the_trainer():
     """In expectation over the engine's samples k3 is the KL: weigh every token by its probability."""
     engine, trainer = torch.tensor([0.7, 0.2, 0.1]).log(), torch.tensor([0.5, 0.2, 0.3]).log()
     expected = sum(
-        math.exp(engine[i])
-        * mismatch_metrics(mismatch_parts(engine[i : i + 1], trainer[i : i + 1]))["mismatch/kl"]
+        math.exp(engine[i]) * mismatch_metrics(mismatch_parts(engine[i : i + 1], trainer[i : i + 1]))["mismatch/kl"]
         for i in range(3)
     )
     assert expected == pytest.approx((engine.exp() * (engine - trainer)).sum().item(), rel=1e-5)
@@ -76,9 +73,7 @@ def test_parts_have_one_shape_whatever_the_tokens():
 @given(ranks=st.lists(st.lists(token, max_size=5), min_size=1, max_size=4))
 def test_parts_reduced_over_ranks_are_those_of_all_tokens(ranks):
     whole = compare([pair for rank in ranks for pair in rank])
-    assert mismatch_metrics(reduce([compare(rank) for rank in ranks])) == pytest.approx(
-        mismatch_metrics(whole)
-    )
+    assert mismatch_metrics(reduce([compare(rank) for rank in ranks])) == pytest.approx(mismatch_metrics(whole))
 
 
 @given(tokens=st.lists(token, min_size=1, max_size=20))

@@ -8,6 +8,8 @@ an inference context (`megarl.rollout`).  Nothing here ever looks for a media to
 
 from dataclasses import dataclass
 
+import megarl.platform.prepare  # noqa: F401
+
 import torch
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention import Qwen3VLSelfAttention
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model import Qwen3VLModel
@@ -23,6 +25,7 @@ from megatron.core.tensor_parallel import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
@@ -80,6 +83,7 @@ class Qwen3VL(Qwen3VLModel):
             post_process=True,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
+        self.model_type = ModelType.encoder_or_decoder  # asked for by Megatron's schedules
         # The angles belong to the tokens of the row as it is: never sliced by rank inside the rotary module.
         self.language_model.rotary_pos_emb.is_thd_format = True
 

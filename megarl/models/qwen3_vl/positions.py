@@ -39,9 +39,7 @@ def mrope_positions(
     for (t, h, w), count in zip(grids, counts, strict=True):
         first = places[used]
         if places[used + count - 1] != first + count - 1:
-            raise ValueError(
-                f"the {count} media tokens of grid {(t, h, w)} at token {first} are not contiguous"
-            )
+            raise ValueError(f"the {count} media tokens of grid {(t, h, w)} at token {first} are not contiguous")
         columns.append(_text(position, first - token))
         position += first - token
         columns.append(_grid(position, t, h // merge_size, w // merge_size))

@@ -51,6 +51,41 @@ def _graph_argument_types() -> None:
     cuda_graphs._check_supported_type = check
 
 
+def _torch_adam_state() -> None:
+    import torch
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    stock_set = DistributedOptimizer._set_main_param_and_optimizer_states
+    stock_load = DistributedOptimizer.load_state_dict
+    stock_sharded = DistributedOptimizer.sharded_state_dict
+
+    def set_states(self, model_param, tensors):
+        tensors.setdefault("step", None)  # kept in the common state
+        return stock_set(self, model_param, tensors)
+
+    def load_state_dict(self, state_dict):
+        stock_load(self, state_dict)
+        for state in self.optimizer.state.values():
+            if "step" in state:  # else all parameters share one tensor, and each update counts many times
+                state["step"] = state["step"].clone()
+
+    def sharded_state_dict(self, model_sharded_state_dict, is_loading=False, **kwargs):
+        if is_loading:  # the state's shapes are asked for before a first step has made it
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    if not self.optimizer.state[parameter]:
+                        self.optimizer.state[parameter].update(
+                            step=torch.tensor(0.0),
+                            exp_avg=torch.zeros_like(parameter),
+                            exp_avg_sq=torch.zeros_like(parameter),
+                        )
+        return stock_sharded(self, model_sharded_state_dict, is_loading, **kwargs)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+    DistributedOptimizer.load_state_dict = load_state_dict
+    DistributedOptimizer.sharded_state_dict = sharded_state_dict
+
+
 PATCHES = [
     Patch(
         "paged-attention",
@@ -87,5 +122,15 @@ PATCHES = [
         "assert meta.type in _SUPPORTED_TYPES or is_dataclass(",
         lambda kernels: kernels.gpu,
         _graph_argument_types,
+    ),
+    Patch(
+        "torch-adam-state",
+        "checkpoints of the distributed optimizer expect apex's or transformer-engine's Adam, whose state has "
+        "no step of its own",
+        CORE,
+        "megatron/core/optimizer/distrib_optimizer.py",
+        "# Extract 'step', for non-Apex/TE support.",
+        lambda kernels: not kernels.te,
+        _torch_adam_state,
     ),
 ]

@@ -1,0 +1,22 @@
+"""Held-out accuracy through the same engine that samples the rollouts."""
+
+import torch
+
+from megarl.data.sampler import shard
+from megarl.rollout.sampling import SamplingOptions
+from megarl.run import Run, draw_key
+from megarl.training.reduce import over_data_parallel
+
+
+def evaluate(run: Run) -> float:
+    """Share of the held-out prompts answered right.  Collective."""
+    mine = shard(list(enumerate(run.test_prompts)), run.dp_rank, run.dp_size)
+    sampling = SamplingOptions(run.recipe.rollout.max_new_tokens, run.stop_ids, run.recipe.evaluation.temperature)
+    keys = [draw_key(run.recipe.seed, "test", 0, place) for place, _ in mine]
+    prompts = [run.encoder.encode(prompt) for _, prompt in mine]
+    correct = 0
+    for (rollout,) in run.engine.generate(prompts, sampling, keys=keys):
+        score = run.environment.score(run.text(rollout.ids), rollout.finished, rollout.prompt.prompt.answer)
+        correct += score.correct
+    right, count = over_data_parallel(torch.tensor([correct, len(mine)])).tolist()
+    return right / count

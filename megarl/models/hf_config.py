@@ -1,0 +1,52 @@
+"""Hugging Face configurations, checked: transformers itself carries misspelt keys along without reading them."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+FAMILIES = ("qwen3_vl",)
+"""`model_type` of the models that megarl builds."""
+
+
+def hf_config(path: str | None, inline: dict | None) -> "PreTrainedConfig":
+    """The Hugging Face configuration of a model, from a checkpoint folder or given inline (`model_type` and its keys).
+
+    Raises:
+        UserError: no such folder, another family, an unknown key or a wrong type inside the configuration.
+    """
+    if path is not None and not Path(path, "config.json").is_file():
+        raise UserError(f"model.path = {path!r}: should be a folder with a config.json")
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    source = "model.config" if path is None else f"model.path = {path!r}"
+    try:
+        if path is not None:
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
+        else:
+            values = copy.deepcopy(inline)  # transformers rewrites the dictionaries that it is given
+            config = AutoConfig.for_model(values.pop("model_type"), **values)
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        raise UserError(f"{source}: {' '.join(str(error).split())[:200]}") from None
+    if config.model_type not in FAMILIES:
+        raise UserError(f"{source} has model_type {config.model_type!r}: should be one of {', '.join(FAMILIES)}")
+    for key in _unknown_keys(inline or {}, config):
+        raise UserError(f"unknown key 'model.config.{key}': transformers reads no such key of {config.model_type}")
+    return config
+
+
+def _unknown_keys(values: dict, config: "PreTrainedConfig") -> Iterator[str]:
+    """Dotted keys that the configuration would carry along without reading them."""
+    common = {"model_type", *config.__dataclass_fields__}
+    for key, value in values.items():
+        if key in config.sub_configs and isinstance(value, dict):
+            known = common | config.sub_configs[key].__dataclass_fields__.keys()
+            yield from (f"{key}.{inner}" for inner in value if inner not in known)
+        elif key not in common:
+            yield key

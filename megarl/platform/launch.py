@@ -1,0 +1,166 @@
+"""The life of a rank: process group, threads, seeds, signals, and how a failure ends all ranks.
+
+`command` wraps the body of a `python -m megarl.*` command.  A user's mistake is one line on rank 0 and exit
+code 2; a bug is its traceback on the rank it happened on and exit code 1.  The first rank that fails says so
+in torchrun's store, where a thread of every other rank sees it within a second, so that none of them waits
+in a collective for a peer that is gone.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megarl.errors import UserError
+from megarl.platform.kernels import kernels
+
+USER_ERROR, BUG = 2, 1
+_FAILED = "megarl/failed"
+_POLL_SECONDS = 0.5
+
+
+def rank() -> int:
+    """This process's rank, before and after the process group exists."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Processes of the job."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def command(body: Callable[[list[str]], None], arguments: list[str]) -> int:
+    """Runs `body(arguments)` on this rank and returns the exit code."""
+    watch = _FailureWatch()
+    try:
+        body(arguments)
+    except UserError as error:
+        watch.announce(USER_ERROR, str(error))
+        if rank() == 0:
+            print(f"megarl: error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(4 * _POLL_SECONDS)  # rank 0 prints it, from its own failure or from ours
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:
+        traceback.print_exc()
+        watch.announce(BUG, f"rank {rank()} failed: {type(error).__name__}: {error}")
+        return BUG
+    finally:
+        watch.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+class _FailureWatch:
+    """Ends this rank when another one has announced its failure."""
+
+    def __init__(self):
+        self._closed = threading.Event()
+        self._store = None
+        if world_size() > 1:
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def _connect(self):
+        # A connection of its own: the process group's is busy while a collective starts.
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+    def announce(self, code: int, message: str) -> None:
+        self._closed.set()
+        if world_size() > 1:
+            try:
+                self._connect().compare_set(_FAILED, "", f"{code} {rank()} {message}")
+            except RuntimeError:  # the store went with the job: nobody is left to tell
+                pass
+
+    def _watch(self) -> None:
+        try:
+            store = self._connect()
+            while not self._closed.wait(_POLL_SECONDS):
+                if store.check([_FAILED]):
+                    break
+            else:
+                return
+            code, failed, message = store.get(_FAILED).decode().split(" ", 2)
+        except RuntimeError:
+            return  # no store any more: torchrun is ending the job
+        if self._closed.is_set():
+            return
+        if rank() == 0:
+            prefix = "megarl: error: " if int(code) == USER_ERROR else "megarl: "
+            print(f"{prefix}{message}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # The main thread may sit in a collective that nothing but the end of the process leaves.
+        os._exit(int(code))
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+def start(tensor_model_parallel_size: int, seed: int, cuda_graphs: bool) -> None:
+    """Joins the process group and builds Megatron's groups and random states.
+
+    Without torchrun's environment the job is this one process.
+    """
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        os.environ.setdefault(name, value)
+    local = int(os.environ["LOCAL_RANK"])
+    if kernels().gpu:
+        torch.cuda.set_device(local)
+    else:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    if world_size() == 1:
+        dist.init_process_group(kernels().collectives, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(kernels().collectives)
+
+    from megarl.platform import prepare  # noqa: F401  (before Megatron)
+
+    from megatron.core import parallel_state, tensor_parallel  # isort: skip
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_model_parallel_size)
+    torch.manual_seed(seed)
+    tensor_parallel.random.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=cuda_graphs)
+
+
+class StopSignal:
+    """Remembers that SIGTERM or SIGINT came, so that the loop can stop at a safe point."""
+
+    def __init__(self):
+        self._came: int | None = None
+
+    @contextmanager
+    def caught(self):
+        """Inside, the first signal is remembered; a second one ends the process at once."""
+        previous = {s: signal.signal(s, self._handle) for s in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield self
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number, frame) -> None:
+        if self._came is not None:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self._came = number
+
+    def agreed(self) -> bool:
+        """Whether any rank was asked to stop.  Collective."""
+        flag = torch.tensor(float(self._came is not None))
+        if kernels().gpu:
+            flag = flag.cuda()
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)

@@ -1,0 +1,212 @@
+"""What surrounds the loop: starting or resuming, warm-up, evaluation, reports, checkpoints, the end."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megarl.evaluate import evaluate
+from megarl.models.build import save_checkpoint
+from megarl.observe.curve import draw_curve
+from megarl.observe.metrics import MetricsLog
+from megarl.observe.mismatch import MismatchParts, mismatch_metrics, mismatch_parts
+from megarl.observe.progress import NullProgress, Progress
+from megarl.observe.rollouts import RolloutRow, write_rollouts
+from megarl.observe.timer import PhaseTimer
+from megarl.platform.kernels import kernels
+from megarl.platform.launch import StopSignal
+from megarl.recipe import Recipe
+from megarl.rewards import Batch
+from megarl.run import build_run, prepare_data, prepare_folder, rl_optimizer, step_options, warmup_optimizer
+from megarl.training import checkpoint
+from megarl.training.grpo import PolicyStep, Scored, supervised_update
+from megarl.training.reduce import over_data_parallel
+from megarl.training.reference import ReferencePolicy
+
+_WARMUP, _RL = "warm-up", "rl"
+
+
+class Session:
+    """One command's stretch of a run.  Its constructor resumes from the run folder's last checkpoint."""
+
+    def __init__(self, recipe: Recipe):
+        self._recipe = recipe
+        self._started = time.monotonic()
+        self._main = dist.get_rank() == 0
+        if self._main:
+            prepare_folder(recipe)
+            prepare_data(recipe)
+        dist.barrier()
+        folder = Path(recipe.run_dir)
+        self.run = build_run(recipe, folder)
+        self.timer = PhaseTimer(torch.cuda.synchronize if kernels().gpu else None)
+        self.policy_step: PolicyStep | None = None
+        self._accuracy: float | None = None
+        self._stopped = False
+        self._progress = Progress(recipe.steps) if self._main else NullProgress()
+        self._checkpoints, self._reference_folder = folder / "checkpoints", folder / "reference"
+        self._resume()
+        self._log = MetricsLog(folder, self._step if self._phase == _RL else -1) if self._main else None
+
+    def __enter__(self) -> "Session":
+        self._progress.__enter__()
+        layout = f"{dist.get_world_size()} rank(s), tensor parallel {dist.get_world_size() // self.run.dp_size}"
+        self._progress.message(f"megarl: {layout}; {kernels()}")
+        rejected = [f.name for f in self.run.folder.glob("rejected_*.jsonl")]
+        if rejected:
+            self._progress.message(f"bad rows were dropped: see {', '.join(sorted(rejected))} in {self.run.folder}")
+        if self._step:
+            self._progress.message(f"resumed after {self._phase} step {self._step}")
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._progress.__exit__(*exception)
+        if self._log:
+            self._log.close()
+
+    def _resume(self) -> None:
+        newest = checkpoint.latest(self._checkpoints)
+        state = checkpoint.read_progress(newest) if newest else {}
+        self._phase = state.get("phase", _WARMUP if self._recipe.warmup else _RL)
+        self._step = state.get("step", 0)
+        self._seconds_before = state.get("seconds", 0.0)
+        if self._phase == _WARMUP:
+            self.run.trainer.begin(warmup_optimizer(self._recipe))
+        else:
+            self._begin_rl()
+        if newest:
+            checkpoint.load(newest, self.run.trainer)
+            self.run.engine.weights_changed()
+
+    def _begin_rl(self) -> None:
+        """A fresh optimizer, and the reference policy: the weights that RL began with."""
+        run, reference = self.run, None
+        if self._recipe.algorithm.kl_coefficient:
+            if self._reference_folder.exists():
+                checkpoint.load_weights(self._reference_folder, run.trainer)
+            else:
+                checkpoint.save_weights(self._reference_folder, run.trainer)
+            reference = ReferencePolicy(run.policy.model)
+        run.trainer.begin(rl_optimizer(self._recipe))
+        self.policy_step = PolicyStep(run.trainer, reference, step_options(self._recipe), run.merge_size)
+
+    def warm_up(self, stop: StopSignal) -> None:
+        """The supervised phase, where the recipe has one and it is not over."""
+        run, warmup = self.run, self._recipe.warmup
+        if self._phase != _WARMUP:
+            return
+        for step in range(self._step + 1, warmup.steps + 1):
+            sequences = run.warmup_sequences(step)
+            loss = supervised_update(run.trainer, sequences, self._recipe.training.tokens_per_row, run.merge_size)
+            run.engine.weights_changed()
+            self._step = step
+            self._progress.phase("warm-up", step, warmup.steps, loss=loss)
+            if stop.agreed():
+                return self._stop()
+        self._phase, self._step = _RL, 0
+        self._begin_rl()
+
+    def steps(self, stop: StopSignal) -> Iterator[int]:
+        """The RL steps that are left, from 1.  After each: a checkpoint where one is due or asked for."""
+        if self._stopped:
+            return
+        if self._step == 0 and self._recipe.evaluation.at_start:
+            self._log_step(0, self._evaluate(0))
+        for step in range(self._step + 1, self._recipe.steps + 1):
+            yield step
+            self._step = step
+            every = self._recipe.checkpoint.every
+            if stop.agreed():
+                return self._stop()
+            if every and step % every == 0:
+                self._save()
+
+    def report(self, step: int, batch: Batch, scored: Scored, learned: dict[str, float]) -> None:
+        """Writes what the step did: metrics, rollouts, and the evaluation where one is due."""
+        phases = self.timer.pop()
+        engine = torch.cat([s.rollout_log_probs for s in batch.samples])
+        parts = mismatch_parts(engine, torch.cat(scored.trainer))
+        parts = MismatchParts(over_data_parallel(parts.sums), over_data_parallel(parts.maximum, dist.ReduceOp.MAX))
+        trained = sum(len(s.sequence) for s in batch.samples) * self._recipe.algorithm.epochs
+        trained = float(over_data_parallel(torch.tensor([float(trained)])))
+        values = {
+            **batch.metrics,
+            **learned,
+            **mismatch_metrics(parts),
+            **phases,
+            "throughput/generated_tokens_per_s": batch.metrics["rollout/tokens"] / phases["time/rollout"],
+            "throughput/trained_tokens_per_s": trained / phases["time/train"],
+            "media/encoded": self.run.engine.features.encoded,
+            "media/asked": self.run.engine.features.asked,
+        }
+        self._save_rollouts(step, batch, scored)
+        self._progress.step(step, values)
+        every = self._recipe.evaluation.every
+        if step == self._recipe.steps or (every and step % every == 0):
+            values |= self._evaluate(step)
+        self._log_step(step, values)
+
+    def finish(self) -> None:
+        """The exported checkpoint, the curve and the last line; nothing after a stop."""
+        if self._stopped:
+            return
+        if self._accuracy is None:
+            self._evaluate(self._step)
+        self._save()
+        save_checkpoint(self.run.policy, self.run.folder / "checkpoint", self.run.processor)
+        if self._main:
+            draw_curve(self.run.folder)
+        seconds = self._seconds()
+        self._progress.finish(self._accuracy, self.run.chance, self._step, seconds, self.run.folder)
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        with self.timer("evaluate"):
+            self._accuracy = evaluate(self.run)
+        self._progress.evaluation(step, self._accuracy, self.run.chance)
+        return {"eval/accuracy": self._accuracy, "eval/chance": self.run.chance, **self.timer.pop()}
+
+    def _log_step(self, step: int, values: dict[str, float]) -> None:
+        if self._log:
+            self._log.write(step, values)
+            if "eval/accuracy" in values:
+                draw_curve(self.run.folder)
+
+    def _save_rollouts(self, step: int, batch: Batch, scored: Scored) -> None:
+        every, most = self._recipe.observe.save_rollouts_every, self._recipe.observe.max_saved_rollouts
+        if not self._main or not every or step % every or not most:
+            return
+        tokenizer = self.run.processor.tokenizer
+        rows = [
+            RolloutRow(
+                prompt_index=rollout.prompt.prompt.index,
+                source=rollout.prompt.prompt.source,
+                prompt=tokenizer.decode(rollout.prompt.ids.tolist()),
+                media=rollout.prompt.prompt.media_paths,
+                answer=rollout.prompt.prompt.answer,
+                completion=text,
+                reward=score.reward,
+                advantage=sample.advantage,
+                finished="stop" if rollout.finished else "length",
+                ids=rollout.ids.tolist(),
+                engine_logprobs=rollout.log_probs.tolist(),
+                trainer_logprobs=trainer.tolist(),
+            )
+            for rollout, text, score, sample, trainer in list(
+                zip(batch.rollouts, batch.texts, batch.scores, batch.samples, scored.trainer, strict=True)
+            )[:most]
+        ]
+        write_rollouts(self.run.folder / "rollouts" / f"step_{step}.jsonl", rows)
+
+    def _seconds(self) -> float:
+        return self._seconds_before + time.monotonic() - self._started
+
+    def _save(self) -> None:
+        progress = {"phase": self._phase, "step": self._step, "seconds": self._seconds()}
+        checkpoint.save(self._checkpoints, f"{self._phase}_{self._step:06d}", self.run.trainer, progress)
+
+    def _stop(self) -> None:
+        self._save()
+        self._stopped = True
+        self._progress.message(f"stopped after {self._phase} step {self._step}: the same command continues from there")

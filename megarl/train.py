@@ -1,0 +1,45 @@
+"""`torchrun --nproc-per-node N -m megarl.train RECIPE [key=value ...]`: the command and the loop."""
+
+import sys
+
+from megarl.platform import launch
+from megarl.recipe import check_world, load_recipe
+
+
+def train(arguments: list[str]) -> None:
+    """Runs a recipe from where its run folder stands to its end."""
+    recipe = load_recipe(*_recipe_and_overrides(arguments))
+    check_world(recipe, launch.world_size())
+    launch.start(recipe.parallel.tensor_model_parallel_size, recipe.seed, recipe.rollout.cuda_graphs)
+
+    from megarl.rewards import judge
+    from megarl.session import Session
+
+    with Session(recipe) as session, launch.StopSignal().caught() as stop:
+        run, timer = session.run, session.timer
+        session.warm_up(stop)
+        for step in session.steps(stop):
+            with timer("rollout"):
+                prompts, keys = run.step_prompts(step)
+                groups = run.engine.generate(prompts, run.sampling(), recipe.algorithm.group_size, keys)
+            with timer("reward"):
+                batch = judge(groups, run.environment, run.text, recipe.algorithm.advantage)
+            with timer("score"):
+                scored = session.policy_step.score(batch.samples)
+            with timer("train"):
+                learned = session.policy_step.update(batch.samples, scored)
+            run.engine.weights_changed()
+            session.report(step, batch, scored, learned)
+        session.finish()
+
+
+def _recipe_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
+    from megarl.errors import UserError
+
+    if not arguments or "=" in arguments[0]:
+        raise UserError("usage: torchrun --nproc-per-node N -m megarl.train RECIPE [key=value ...]")
+    return arguments[0], arguments[1:]
+
+
+if __name__ == "__main__":
+    sys.exit(launch.command(train, sys.argv[1:]))

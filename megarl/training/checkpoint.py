@@ -1,0 +1,94 @@
+"""The state of training on disk: weights, optimizer, schedule and step, in Megatron's sharded format."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from megarl.training.trainer import Trainer
+
+_LATEST, _PROGRESS = "latest", "progress.json"
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest whole checkpoint of a run, or None."""
+    pointer = folder / _LATEST
+    return folder / pointer.read_text().strip() if pointer.is_file() else None
+
+
+def save(folder: Path, name: str, trainer: Trainer, progress: dict) -> None:
+    """Writes `folder/name` and then points `latest` to it; older ones go.  Collective.
+
+    Args:
+        progress: plain values that tell the run where it was; rank 0's are kept.
+    """
+    partial = folder / f"{name}.partial"
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(_state(trainer, is_loading=False), str(partial))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (partial / _PROGRESS).write_text(json.dumps(progress))
+        shutil.rmtree(folder / name, ignore_errors=True)
+        partial.rename(folder / name)
+        pointer = folder / f"{_LATEST}.partial"
+        pointer.write_text(name)
+        pointer.replace(folder / _LATEST)
+        for old in folder.iterdir():
+            if old.is_dir() and old.name != name:
+                shutil.rmtree(old)
+    dist.barrier()
+
+
+def read_progress(checkpoint: Path) -> dict:
+    """What `save` was given."""
+    return json.loads((checkpoint / _PROGRESS).read_text())
+
+
+def load(checkpoint: Path, trainer: Trainer) -> None:
+    """Fills weights, optimizer and schedule in place.  Collective."""
+    state = dist_checkpointing.load(_state(trainer, is_loading=True), str(checkpoint))
+    trainer.model.load_state_dict(state["model"])
+    trainer.optimizer.load_state_dict(state["optimizer"])
+    trainer.scheduler.load_state_dict(state["scheduler"])
+
+
+def save_weights(folder: Path, trainer: Trainer) -> None:
+    """Writes the weights alone, where they are not there yet.  Collective."""
+    if folder.exists():
+        return
+    dist.barrier()  # every rank has looked before rank 0 makes it
+    partial = folder.with_name(f"{folder.name}.partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save({"model": _model_state(trainer)}, str(partial))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        partial.rename(folder)
+    dist.barrier()
+
+
+def load_weights(folder: Path, trainer: Trainer) -> None:
+    """Fills the weights alone.  Collective."""
+    state = dist_checkpointing.load({"model": _model_state(trainer)}, str(folder))
+    trainer.model.load_state_dict(state["model"])
+
+
+def _model_state(trainer: Trainer) -> dict:
+    return trainer.model.sharded_state_dict(metadata=_METADATA)
+
+
+def _state(trainer: Trainer, is_loading: bool) -> dict:
+    model = _model_state(trainer)
+    return {
+        "model": model,
+        "optimizer": trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_METADATA),
+        "scheduler": trainer.scheduler.state_dict(),
+    }

@@ -1,0 +1,185 @@
+"""Forward and backward over packed rows, and the optimizer: what changes the weights."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megarl.data.packing import PackedRow
+from megarl.training.log_probs import LogProbRequest, token_log_probs
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    learning_rate: float
+    total_updates: int
+    min_learning_rate_ratio: float = 0.1
+    warmup_steps: int = 0
+    schedule: str = "constant"
+    """`constant`, `linear` or `cosine`, from the peak to the minimum over `total_updates`."""
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    grad_norm: float
+    learning_rate: float
+    applied: bool
+    """False where gradients were not finite and the step was skipped."""
+
+
+class Trainer:
+    """Megatron's DDP and distributed optimizer around the policy.
+
+    Args:
+        model: the policy; its parameters become views into DDP's buffers, in place.
+        temperature: of the rollouts; log-probabilities are of the tempered distribution.
+        log_prob_chunk: completion tokens whose logits exist at a time.
+    """
+
+    def __init__(self, model, temperature: float, log_prob_chunk: int):
+        self.model = model
+        self._config = model.config
+        self._device = next(model.parameters()).device
+        self._temperature, self._chunk = temperature, log_prob_chunk
+        self._ddp = DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
+            ),
+            model,
+        )
+        self._config.finalize_model_grads_func = finalize_model_grads
+        self._forward_backward = get_forward_backward_func()
+
+    def begin(self, options: OptimizerOptions) -> None:
+        """Starts a phase of training with a fresh optimizer and schedule."""
+        half = self._config.params_dtype is torch.bfloat16
+        minimum = options.learning_rate * (1.0 if options.schedule == "constant" else options.min_learning_rate_ratio)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=options.learning_rate,
+                min_lr=minimum,
+                adam_beta1=options.adam_beta1,
+                adam_beta2=options.adam_beta2,
+                adam_eps=options.adam_eps,
+                weight_decay=options.weight_decay,
+                clip_grad=options.clip_grad,
+                bf16=half,
+                params_dtype=self._config.params_dtype,
+                use_distributed_optimizer=True,
+            ),
+            [self._ddp],
+        )
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=options.learning_rate,
+            min_lr=minimum,
+            lr_warmup_steps=options.warmup_steps,
+            lr_decay_steps=max(options.total_updates, options.warmup_steps + 1),
+            lr_decay_style=options.schedule,
+            start_wd=options.weight_decay,
+            end_wd=options.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+        self.scheduler.step(1)  # the first update is made at the first step's rate, not at 0
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[PackedRow]) -> list[Tensor]:
+        """Log-probabilities of the rows' completion tokens under the present weights: one float32
+        `[completion tokens]` per row, on the CPU."""
+        self._ddp.eval()
+        out = self._run(rows, lambda row, output: output[0].cpu(), forward_only=True)
+        self._ddp.train()
+        return out
+
+    def update(self, rows: Sequence[PackedRow], loss: Callable[[PackedRow, Tensor, Tensor], tuple[Tensor, Tensor]]):
+        """One optimizer step on the rows of this rank.
+
+        Args:
+            rows: microbatches; ranks may have different numbers of them, but at least one each.
+            loss: `(row, log-probabilities [n], entropies [n]) -> (summed loss, sums to report)`.
+
+        Returns:
+            (UpdateResult, the loss function's sums added over this rank's rows.)
+        """
+        self._ddp.train()
+        self._ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = self._run(rows, lambda row, output: loss(row, *output), forward_only=False)
+        applied, grad_norm, _ = self.optimizer.step()
+        rate = next(g["lr"] for g in self.optimizer.param_groups if g["params"])
+        self.scheduler.step(1)
+        return UpdateResult(float(grad_norm), rate, bool(applied)), torch.stack(sums).sum(0)
+
+    def _run(self, rows: Sequence[PackedRow], result, forward_only: bool) -> list:
+        def forward_step(iterator, model):
+            row = next(iterator)
+            return self._forward(row), lambda output, non_loss_data=False: finish(row, output, non_loss_data)
+
+        def finish(row, output, non_loss_data):
+            if non_loss_data:
+                return result(row, output)
+            loss, sums = result(row, output)
+            return loss, torch.tensor(row.targets.numel(), dtype=torch.int, device=self._device), sums
+
+        return self._forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=iter(rows),
+            model=self._ddp,
+            num_microbatches=len(rows),
+            seq_length=0,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _forward(self, row: PackedRow) -> Tensor:
+        """float32 `[2, completion tokens]`: log-probabilities and entropies."""
+        bounds = torch.tensor(row.bounds, dtype=torch.int32, device=self._device)
+        longest = max(b - a for a, b in zip(row.bounds, row.bounds[1:], strict=False))
+        pixels = grids = None
+        if row.items:
+            pixels = torch.cat([i.pixels for i in row.items]).to(self._device)
+            grids = torch.tensor([i.grid for i in row.items])
+        return self._ddp(
+            ids=row.ids.to(self._device),
+            positions=row.positions.to(self._device),
+            packed_seq_params=PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=bounds,
+                cu_seqlens_kv=bounds,
+                max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+            ),
+            feature_rows=row.feature_rows.to(self._device),
+            pixels=pixels,
+            grids=grids,
+            output_processor=token_log_probs,
+            output_processor_context=LogProbRequest(
+                row.predictors.to(self._device), row.targets.to(self._device), self._temperature, self._chunk
+            ),
+        )
+
+
+def row_multiple() -> int:
+    """What a packed row's tokens must be a multiple of: the tensor-parallel size (sequence parallelism)."""
+    return parallel_state.get_tensor_model_parallel_world_size()

@@ -1,0 +1,287 @@
+"""`megarl.check`: its refusals, and its numbers against numbers worked out by hand."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.check import (
+    GIB,
+    LayerStack,
+    ParameterCount,
+    check_heads,
+    count_parameters,
+    estimate_memory,
+    hf_config,
+    kv_cache_blocks,
+    layer_activations,
+    main,
+)
+from megarl.errors import UserError
+from megarl.recipe import Recipe, load_recipe
+
+DIGITS = str(Path(__file__).parent.parent / "recipes" / "digits.yaml")
+KIB, MIB = 2**10, 2**20
+
+
+def digits(*overrides: str) -> Recipe:
+    return load_recipe(DIGITS, overrides)
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+@pytest.fixture(scope="module")
+def config():
+    return hf_config(digits().model)
+
+
+# The command
+
+
+def test_report_without_megatron(monkeypatch, capsys):
+    """Hand-worked: 32 x 16 rollouts of at most 128 + 2 tokens; parameters and memory are worked out below."""
+    for name in ("megatron", "megatron.core"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
+    assert main([DIGITS, "--world-size", "2", "model.dtype=bfloat16"]) == 0
+    assert capsys.readouterr().out == (
+        "processes    2 = tensor parallel 1 x data parallel 2\n"
+        "a step       512 rollouts (prompts 32 x group 16)\n"
+        "             2 updates (epochs 1 x minibatches 2)\n"
+        "             at most 1,024 tokens generated, 66,560 trained\n"
+        "the run      120 steps, 240 updates\n"
+        "parameters   370,176: vision 57,216, projector 165,120, language 147,840\n"
+        "KV cache     tokens on a rank: 524,224 in bfloat16; a request has at most 130\n"
+        "\n"
+        "GiB on a rank               bfloat16\n"
+        "weights                        0.001\n"
+        "gradients                      0.001\n"
+        "optimizer state                0.002\n"
+        "reference snapshot             0.001\n"
+        "KV cache                       0.250\n"
+        "activations, rollout           0.010\n"
+        "activations, training          0.052\n"
+        "peak, rollout                  0.265\n"
+        "peak, training                 0.307\n"
+    )
+
+
+def test_command_refuses_with_one_line_and_code_2_before_it_imports_torch():
+    program = (
+        "import sys; from megarl.check import main; code = main(sys.argv[1:])\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys(); sys.exit(code)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, DIGITS, "optimizer.learning_rat=1"], capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == (
+        "megarl: error: unknown key 'optimizer.learning_rat' in override 'optimizer.learning_rat=1': "
+        "did you mean 'optimizer.learning_rate'?\n"
+    )
+
+
+def test_module_runs_as_a_command():
+    command = [sys.executable, "-m", "megarl.check", "nowhere.yaml"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == "megarl: error: recipe nowhere.yaml does not exist\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["steps=many"], "steps = 'many' in override 'steps=many': should be a valid integer"),
+        (
+            ["--world-size", "3"],
+            "algorithm.prompts_per_step = 32, algorithm.minibatches = 2: a minibatch should",
+        ),
+        (["--world-size", "0"], "world size = 0: should be at least 1"),
+        (
+            ["data.generator=null"],
+            "data.path = 'runs/data/digits': should be a folder with train.jsonl and test.jsonl, lacks "
+            "train.jsonl; or set data.generator to create it",
+        ),
+        (
+            ["data.path=half"],
+            "data.path = 'half': should be a folder with train.jsonl and test.jsonl, lacks test",
+        ),
+        (
+            ["model.tiny_processor=null", "model.processor=nowhere"],
+            "model.processor = 'nowhere': should be a folder with a Hugging Face processor",
+        ),
+        (
+            ["model.path=nowhere", "model.config=null", "model.init_std=null", "model.tiny_processor=null"],
+            "model.path = 'nowhere': should be a folder with a config.json",
+        ),
+        (
+            ["model.config.text_config.hiden_size=96"],
+            "unknown key 'model.config.text_config.hiden_size': transformers reads no such key of qwen3_vl",
+        ),
+        (
+            ["model.config.zzz=1"],
+            "unknown key 'model.config.zzz': transformers reads no such key of qwen3_vl",
+        ),
+        (
+            ["model.config.text_config.hidden_size=wide"],
+            "model.config: Validation error for field 'hidden_size': TypeError: Field 'hidden_size' expected",
+        ),
+        (["model.config.model_type=nope"], "model.config: Unrecognized model identifier: nope."),
+        (
+            ["model.config.model_type=llava"],
+            "model.config has model_type 'llava': should be one of qwen3_vl, qwen3_vl_moe",
+        ),
+        (
+            ["parallel.tensor_model_parallel_size=8", "--world-size", "8"],
+            "parallel.tensor_model_parallel_size = 8: should divide text_config.num_attention_heads = 4",
+        ),
+        (
+            ["rollout.kv_cache_gb=1e-4"],
+            "rollout.kv_cache_gb = 0.0001 holds 128 tokens in bfloat16: should hold data.max_prompt_tokens + "
+            "rollout.max_new_tokens = 130",
+        ),
+    ],
+)
+def test_refusal(capsys, arguments, message):
+    Path("half").mkdir()
+    Path("half/train.jsonl").touch()
+    assert main([DIGITS, *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith(f"megarl: error: {message}")
+    assert error.count("\n") == 1 and error.endswith("\n")
+
+
+def test_world_size_defaults_to_the_environment(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert main([DIGITS]) == 2
+    assert "3 data-parallel ranks" in capsys.readouterr().err
+
+
+def test_heads_that_do_not_divide(config):
+    check_heads(config, 4)
+    for tensor_parallel, key in (
+        (3, "text_config.num_attention_heads"),
+        (8, "text_config.num_attention_heads"),
+    ):
+        with pytest.raises(UserError, match=key):
+            check_heads(config, tensor_parallel)
+
+
+# Parameters
+
+
+def test_parameters_of_digits(config):
+    width, inner, vocabulary, patch = 64, 256, 128, 3 * 2 * 4 * 4
+
+    def linear(inputs: int, outputs: int) -> int:
+        return inputs * outputs + outputs
+
+    block = linear(width, 3 * width) + linear(width, width) + linear(width, inner) + linear(inner, width)
+    vision = linear(patch, width) + 16 * width + block + 2 * 2 * width
+    merged = 4 * width
+    merger = linear(merged, merged) + linear(merged, width)
+    projector = 2 * merger + 2 * width + 2 * merged  # the second norm is that of deepstack, after the merge
+    layer = 4 * width * width + 3 * width * inner + 2 * width + 2 * 16
+    language = 2 * vocabulary * width + 2 * layer + width
+    assert count_parameters(config) == ParameterCount(vision, projector, language)
+
+
+def test_tied_embeddings_count_once(config):
+    tied = hf_config(digits("model.config.tie_word_embeddings=true").model)
+    assert count_parameters(config).language - count_parameters(tied).language == 128 * 64
+
+
+def test_configuration_from_a_folder_and_inline_are_alike(config, tmp_path):
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["model_type"] == "qwen3_vl"
+    loaded = hf_config(
+        digits(f"model.path={tmp_path}", "model.config=null", "model.init_std=null", "model.tiny_processor=null").model
+    )
+    assert count_parameters(loaded) == count_parameters(config)
+
+
+def test_configuration_leaves_the_recipe_as_it_is():
+    recipe = digits()
+    hf_config(recipe.model)
+    assert recipe == digits()
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    "tensor_parallel, sequence_parallel, expected",
+    [(1, False, 34), (4, False, 10 + 24 / 4), (4, True, 34 / 4)],
+)
+def test_layer_activations_are_those_of_the_paper(tensor_parallel, sequence_parallel, expected):
+    """s b h bytes, less the paper's two dropout masks of a byte, which sequence parallelism splits too."""
+    h, tokens = 1024, 512
+    stack = LayerStack(layers=1, hidden=h, query=h, key_value=h, ffn=4 * h, gated=False)
+    masks = 2 / (tensor_parallel if sequence_parallel else 1)
+    measured = layer_activations(stack, tokens, 2, tensor_parallel, sequence_parallel)
+    assert measured == tokens * h * (expected - masks)
+
+
+COUNT = ParameterCount(vision=1_000_000, projector=500_000, language=2_500_000)
+# Elements that a token leaves in a layer of the language model (4 h + 2 q + 2 kv + 3 ffn) and of the tower.
+LANGUAGE, VISION = 4 * 64 + 2 * 64 + 2 * 64 + 3 * 256, 4 * 64 + 2 * 64 + 2 * 64 + 2 * 256
+LOGITS = 2 * 4 * 1024 * 128
+
+
+def test_memory_in_bfloat16(config):
+    memory = estimate_memory(digits(), config, COUNT, "bfloat16", world_size=4)
+    assert memory.weights == 8_000_000
+    assert memory.gradients == 16_000_000
+    assert memory.optimizer_state == 12_000_000
+    assert memory.reference_snapshot == 8_000_000
+    assert memory.kv_cache == GIB // 4
+    assert memory.activations_rollout == LANGUAGE * 4096 * 2 + 512 * 128 * 4
+    assert memory.activations_training == 2 * LANGUAGE * 4096 * 2 + VISION * 4 * 4096 * 2 + LOGITS
+    assert memory.rollout_peak == 44_000_000 + GIB // 4 + memory.activations_rollout
+    assert memory.training_peak == 44_000_000 + GIB // 4 + memory.activations_training
+
+
+def test_memory_in_float32_has_no_masters_and_no_snapshot_without_kl(config):
+    memory = estimate_memory(digits("algorithm.kl_coefficient=0"), config, COUNT, "float32", world_size=4)
+    assert (memory.weights, memory.gradients) == (16_000_000, 16_000_000)
+    assert memory.optimizer_state == 32_000_000
+    assert memory.reference_snapshot == 0
+    assert memory.activations_training == 2 * LANGUAGE * 4096 * 4 + VISION * 4 * 4096 * 4 + LOGITS
+
+
+def test_memory_under_tensor_and_sequence_parallelism(config):
+    recipe = digits("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+    memory = estimate_memory(recipe, config, COUNT, "bfloat16", world_size=4)
+    assert (memory.weights, memory.gradients, memory.optimizer_state) == (4_000_000, 8_000_000, 12_000_000)
+    language = 2 * (LANGUAGE // 2) * 4096 * 2
+    vision = (4 * 64 + (VISION - 4 * 64) // 2) * 4 * 4096 * 2
+    assert memory.activations_training == language + vision + LOGITS // 2
+
+
+def test_memory_with_full_recompute(config):
+    memory = estimate_memory(digits("training.recompute=full"), config, COUNT, "bfloat16", world_size=1)
+    language = 2 * 64 * 4096 * 2 + LANGUAGE * 4096 * 2
+    assert memory.activations_training == language + VISION * 4 * 4096 * 2 + LOGITS
+
+
+def test_memory_with_a_frozen_tower(config):
+    memory = estimate_memory(digits("model.freeze=[vision]"), config, COUNT, "bfloat16", world_size=1)
+    assert memory.weights == 8_000_000
+    assert (memory.gradients, memory.optimizer_state) == (12_000_000, 36_000_000)
+    assert memory.activations_training == 2 * LANGUAGE * 4096 * 2 + LOGITS
+
+
+def test_kv_cache_blocks(config):
+    """64 tokens x 2 layers x (key and value) x 64 x 2 bytes = 32 KiB; one block is the engine's."""
+    assert kv_cache_blocks(digits(), config, "bfloat16") == 256 * MIB // (32 * KIB) - 1
+    assert kv_cache_blocks(digits(), config, "float32") == 256 * MIB // (64 * KIB) - 1
+    halved = digits("parallel.tensor_model_parallel_size=2")
+    assert kv_cache_blocks(halved, config, "bfloat16") == 256 * MIB // (16 * KIB) - 1
