@@ -76,26 +76,25 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor,
 
 
 def _attend_pages(
-    query: Tensor,
-    lengths: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    kv_lengths: Tensor,
-    pages: Tensor,
-    scale: float,
+    query: Tensor, lengths: Tensor, k_cache: Tensor, v_cache: Tensor, kv_lengths: Tensor, pages: Tensor, scale: float
 ) -> Tensor:
     """query `[b, s, h, d]` with `lengths` real rows a request -> `[b, s, h, d]`, causal at the bottom right."""
-    block = k_cache.shape[1]
+    b, s, h, d = query.shape
+    block, groups = k_cache.shape[1:3]
     longest = int(kv_lengths.max())
-    pages = pages[:, : -(-longest // block)].clamp(min=0).long()
-    k, v = (cache[pages].flatten(1, 2)[:, :longest].transpose(1, 2) for cache in (k_cache, v_cache))
-    last = (kv_lengths - lengths)[:, None] + torch.arange(query.shape[1], device=query.device)
-    visible = torch.arange(longest, device=query.device) <= last.clamp(min=0)[:, :, None]
-    q = query.transpose(1, 2)
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=visible[:, None], scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    pages = pages[:, : -(-longest // block)].clamp(min=0).flatten()
+    k, v = (
+        cache.index_select(0, pages).view(b, -1, groups, d)[:, :longest].transpose(1, 2) for cache in (k_cache, v_cache)
     )
-    return out.transpose(1, 2)
+    last = (kv_lengths - lengths)[:, None] + torch.arange(s, device=query.device)
+    hidden = torch.arange(longest, device=query.device) > last.clamp(min=0)[:, :, None]
+    bias = torch.zeros(b, s, longest, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
+    # The query heads that share a key head become rows of one matrix: twice as fast as `enable_gqa` on a CPU.
+    rep = h // groups
+    rows = query.view(b, s, groups, rep, d).transpose(1, 2).reshape(b, groups, s * rep, d)
+    bias = bias.repeat_interleave(rep, 1) if rep > 1 and s > 1 else bias
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=bias[:, None], scale=scale)
+    return out.view(b, groups, s, rep, d).transpose(1, 2).reshape(b, s, h, d)
 
 
 def paged_decode(q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal=True, window_size, **_):

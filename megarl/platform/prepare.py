@@ -25,3 +25,13 @@ finally:
 # Bridge's import lets the root logger print at INFO, where Megatron's engine logs every suspend and resume.
 for _name in (None, "megatron", "megatron.bridge"):
     logging.getLogger(_name).setLevel(logging.WARNING)
+# Advice to Megatron's callers, each time anew and nothing that a user of megarl could follow.
+for _name in (
+    "megatron.bridge.utils.fusions",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.distributed.distributed_data_parallel",
+    "megatron.core.dist_checkpointing.strategies.torch",
+):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+logging.getLogger("transformers").addFilter(lambda record: "torch_dtype" not in record.getMessage())
+warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")

@@ -3,7 +3,7 @@
 import torch
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.models.common.embeddings.rope_utils import _rotate_half, apply_rotary_pos_emb
 from torch import Tensor
 
 from megarl.rollout.prompts import PromptTable
@@ -15,6 +15,7 @@ class MediaContext(DynamicInferenceContext):
 
     prompts: PromptTable | None = None
     """None while CUDA graphs are captured."""
+    _angles_of: Tensor | None = None
 
     def step_tokens(self) -> tuple[Tensor, Tensor]:
         """Request ids and places in their requests of the step's tokens, both int64 `[tokens]` on the CPU."""
@@ -22,9 +23,13 @@ class MediaContext(DynamicInferenceContext):
         return self.request_ids[self.token_to_request_idx[:n]].long(), self.token_to_position_in_request[:n].long()
 
     def _rotate(self, t: Tensor, freqs: Tensor, config, cp_group, mscale: float) -> Tensor:
-        n = self.padded_active_token_count
-        t[:n] = apply_rotary_pos_emb(t=t[:n], freqs=freqs[:n], config=config, cp_group=cp_group, mscale=mscale)
-        return t
+        """`t` `[padded tokens, 1, heads, dim]` turned by `freqs` `[padded tokens, 1, 1, dim]`."""
+        if config.apply_rope_fusion or self.using_cuda_graph_this_step():
+            return apply_rotary_pos_emb(t=t, freqs=freqs, config=config, cp_group=cp_group, mscale=mscale)
+        if freqs is not self._angles_of:  # once a step: all layers share the angles
+            self._angles_of = freqs
+            self._cos, self._sin = ((f(freqs) * mscale).to(t.dtype) for f in (torch.cos, torch.sin))
+        return t * self._cos + _rotate_half(t, config.rotary_interleaved) * self._sin
 
     def apply_rotary_emb_query(self, query, query_emb, config, cu_seqlens_q, cp_group, mscale=1.0):
         return self._rotate(query, query_emb, config, cp_group, mscale)

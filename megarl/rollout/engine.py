@@ -1,6 +1,7 @@
 """Prompts in, rollouts out: Megatron's dynamic inference engine over the weights that are being trained."""
 
 import copy
+import gc
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -139,8 +140,7 @@ class RolloutEngine:
         self._context.prompts = build_prompt_table(prompts, prompt_of_request, features, rows)
         self._sampler.options = options
         place = np.tile(np.arange(group_size, dtype=np.uint64), len(prompts))
-        with np.errstate(over="ignore"):
-            self._sampler.keys = np.repeat(np.array(keys, dtype=np.uint64), group_size) * np.uint64(1 << 20) + place
+        self._sampler.keys = np.repeat(np.array(keys, dtype=np.uint64), group_size) + place
         self._engine.controller.begin(options.stop_ids)
         self._engine.begin(len(prompts) * group_size, options.max_new_tokens)
         for request, index in enumerate(prompt_of_request.tolist()):
@@ -191,9 +191,13 @@ class RolloutEngine:
     @contextmanager
     def _awake(self):
         self._engine.resume()
+        collected = gc.isenabled()
+        gc.disable()  # it would walk over the process's whole heap every few steps
         try:
             yield
         finally:
+            if collected:
+                gc.enable()
             self._engine.suspend()
             # Scratch made under torch.inference_mode cannot be written by a training forward.
             get_global_memory_buffer().buffer.clear()

@@ -38,6 +38,28 @@ def _torch_kv_append() -> None:
     dynamic_context.triton_append_key_value_cache = None  # the context has a torch path of its own
 
 
+def _inference_without_autograd() -> None:
+    import torch
+    import torch.nn.functional as F
+    from megatron.core.tensor_parallel import layers, mappings
+
+    def skip(function, condition, result):
+        stock = function.apply
+
+        def apply(*args):
+            return result(*args) if not torch.is_grad_enabled() and condition(*args) else stock(*args)
+
+        function.apply = staticmethod(apply)
+
+    for region in (mappings._CopyToModelParallelRegion, mappings._ReduceFromModelParallelRegion):
+        skip(region, lambda input, group: group.size() == 1, lambda input, group: input)
+    skip(
+        layers.LinearWithGradAccumulationAndAsyncCommunication,
+        lambda input, weight, bias, fusion, allreduce, sequence_parallel, *_: not sequence_parallel,
+        lambda input, weight, bias, *_: F.linear(input, weight, bias),
+    )
+
+
 def _graph_argument_types() -> None:
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
     from megatron.core.transformer import cuda_graphs
@@ -113,6 +135,16 @@ PATCHES = [
         "if triton_append_key_value_cache is not None and not self.cache_mla_latent:",
         lambda kernels: not kernels.gpu,
         _torch_kv_append,
+    ),
+    Patch(
+        "inference-without-autograd",
+        "each linear and each collective over one rank is an autograd node in inference too: a tenth of an engine "
+        "step on a CPU",
+        CORE,
+        "megatron/core/tensor_parallel/mappings.py",
+        "return _ReduceFromModelParallelRegion.apply(input_, group)",
+        lambda kernels: not kernels.gpu,
+        _inference_without_autograd,
     ),
     Patch(
         "graph-argument-types",

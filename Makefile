@@ -1,0 +1,73 @@
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+export UV_HTTP_TIMEOUT ?= 300
+
+PYTHON ?=
+N ?= 2
+RECIPE ?= recipes/digits.yaml
+ARGS ?=
+
+.PHONY: help setup train test test-slow test-gpu lint format docs constraints
+
+help:
+	@echo 'make setup        Python 3.12 environment in .venv with everything pinned (PYTHON=... names the interpreter)'
+	@echo 'make train        train RECIPE=recipes/digits.yaml on N=2 processes; ARGS="seed=2 run_dir=runs/s2" overrides keys'
+	@echo 'make test         tests that take seconds; ARGS="-k packing" goes to pytest'
+	@echo 'make test-slow    learning runs and kill tests, minutes'
+	@echo 'make test-gpu     tests that need an NVIDIA GPU'
+	@echo 'make lint         ruff check, ruff format --check'
+	@echo 'make format       what ruff can mend by itself'
+	@echo 'make docs         remakes the generated tables in docs/'
+	@echo 'make constraints  pins the indirect dependencies anew after a change of pyproject.toml'
+
+setup: $(INSTALLED)
+
+train: setup
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node $(N) -m megarl.train $(RECIPE) $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-slow: setup
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+test-gpu: setup
+	$(BIN)/python -m pytest -m "gpu" $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+format: setup
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: setup
+	$(BIN)/python -m tests.test_docs
+
+constraints: $(BIN)/uv
+	$(BIN)/uv pip compile pyproject.toml --all-extras --python $(BIN)/python \
+	  --no-emit-index-url --no-header --no-annotate --quiet --output-file constraints.txt
+
+# uv and not pip, because pip cannot leave out what Megatron Bridge asks for in vain ([tool.uv] in pyproject.toml).
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/uv
+	$(BIN)/uv pip install --python $(BIN)/python -c constraints.txt -e '.[test,dev]'
+	@touch $@
+
+$(BIN)/uv: | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
+
+# Debian's python3.12 may lack ensurepip, and pyenv's shim of that name may be for a version that is not active: asked.
+$(BIN)/pip:
+	@for python in $(PYTHON) python3.12 python3 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12*/bin/python3 \
+	    "$$(uv python find 3.12 2>/dev/null || true)"; do \
+	  if "$$python" -c 'import sys, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then \
+	    echo "$$python -m venv .venv"; exec "$$python" -m venv --clear .venv; \
+	  fi; \
+	done; \
+	echo 'megarl: no Python 3.12 (with ensurepip) on PATH, in pyenv or in uv: install one, or make setup PYTHON=/path/to/it' >&2; \
+	exit 1

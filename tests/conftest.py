@@ -1,0 +1,65 @@
+"""Fixtures of all tests."""
+
+import inspect
+
+import pytest
+
+from tests import tiny
+from tests.distributed import Ranks
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "ranks(world_size, tensor_parallel=1, timeout=120): the body runs on every rank of a real job"
+    )
+    config.stash[_RANKS] = Ranks()
+
+
+def pytest_unconfigure(config):
+    config.stash[_RANKS].end()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    mark = pyfuncitem.get_closest_marker("ranks")
+    if mark is None:
+        return None
+    names = inspect.signature(pyfuncitem.function).parameters.keys() & pyfuncitem.funcargs.keys()
+    values = {name: pyfuncitem.funcargs[name] for name in names}
+    world_size, *more = mark.args
+    assert not more, "name tensor_parallel"
+    pyfuncitem.config.stash[_RANKS].run(pyfuncitem.function, world_size=world_size, **mark.kwargs, **values)
+    return True
+
+
+_RANKS = pytest.StashKey[Ranks]()
+
+
+@pytest.fixture
+def ranks(pytestconfig):
+    """Runs a module-level function on every rank of a job, see `tests.distributed.Ranks.run`."""
+    return pytestconfig.stash[_RANKS]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """Folder of the tiny Qwen3-VL checkpoint."""
+    return tiny.write_checkpoint(tmp_path_factory.mktemp("tiny") / "untied", tied=False)
+
+
+@pytest.fixture(scope="session")
+def tied_checkpoint(tmp_path_factory):
+    """The same with the output layer tied to the embeddings."""
+    return tiny.write_checkpoint(tmp_path_factory.mktemp("tiny") / "tied", tied=True)
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory, checkpoint):
+    """`tests.tiny.make_prompts`: encoded prompts by name."""
+    return tiny.make_prompts(tmp_path_factory.mktemp("pictures"), checkpoint)
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint):
+    """transformers with the tiny checkpoint."""
+    return tiny.Reference(checkpoint)

@@ -1,0 +1,203 @@
+"""A tiny Qwen3-VL, prompts with real pictures for it, and what transformers says about them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoProcessor, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from megarl.data.packing import TokenSequence
+from megarl.data.prompt import Prompt
+from megarl.media.encoder import Encoder
+from megarl.media.item import EncodedPrompt
+from megarl.models.qwen3_vl.positions import mrope_positions
+from megarl.models.tiny_processor import build_tiny_processor
+
+ALPHABET = "".join(map(chr, range(32, 127)))
+VOCABULARY = 128
+MERGE = 2
+LONGEST = 256
+"""Tokens of a prompt with its completion, at most."""
+
+
+def write_checkpoint(folder: Path, tied: bool) -> Path:
+    """A checkpoint with weights at which an error shows: logits with a spread of several nats, norms off 1 and
+    biases off 0."""
+    build_tiny_processor(folder, ALPHABET, VOCABULARY, 4, MERGE, 2, min_pixels=64, max_pixels=1024)
+    processor = AutoProcessor.from_pretrained(folder)
+    model = Qwen3VLForConditionalGeneration._from_config(_config(processor, tied)).float()
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        with torch.no_grad():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.12, generator=generator)
+            elif "norm" in name and name.endswith("weight"):
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            else:
+                parameter.normal_(0, 0.1, generator=generator)
+    model.save_pretrained(folder)
+    return folder
+
+
+def _config(processor, tied: bool) -> Qwen3VLConfig:
+    config = Qwen3VLConfig(
+        text_config=dict(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            rope_parameters=dict(
+                rope_type="default", rope_theta=10000.0, mrope_section=[4, 2, 2], mrope_interleaved=True
+            ),
+            max_position_embeddings=1024,
+            tie_word_embeddings=tied,
+            eos_token_id=processor.tokenizer.eos_token_id,
+            pad_token_id=processor.tokenizer.pad_token_id,
+        ),
+        vision_config=dict(
+            depth=3,
+            hidden_size=32,
+            intermediate_size=64,
+            num_heads=2,
+            patch_size=4,
+            spatial_merge_size=MERGE,
+            temporal_patch_size=2,
+            out_hidden_size=64,
+            num_position_embeddings=64,
+            deepstack_visual_indexes=[0, 2],
+        ),
+        image_token_id=processor.image_token_id,
+        video_token_id=processor.video_token_id,
+        vision_start_token_id=processor.vision_start_token_id,
+        vision_end_token_id=processor.vision_end_token_id,
+        tie_word_embeddings=tied,
+    )
+    config.architectures = ["Qwen3VLForConditionalGeneration"]
+    return config
+
+
+def write_picture(path: Path, seed: int, width: int, height: int) -> Path:
+    pixels = np.random.RandomState(seed).randint(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+def make_prompts(folder: Path, processor_folder: Path) -> dict[str, EncodedPrompt]:
+    """By name:
+
+    - `text`: no picture;  `image`: one;  `repeat`: the same once more;
+    - `other_image`: the ids of `image` over another picture, after a prefix of two KV blocks of 16;
+    - `images`: three of different sizes, two of which touch;
+    - `long_text`, `long_image`: several chunks of 64 tokens; a chunk ends inside the picture;
+    - `same_prefix`: begins as `long_text` does.
+    """
+    encoder = Encoder(AutoProcessor.from_pretrained(processor_folder), mrope_positions, max_prompt_tokens=LONGEST)
+    a = write_picture(folder / "a.png", 1, 24, 16)
+    b = write_picture(folder / "b.png", 2, 24, 16)
+    c = write_picture(folder / "c.png", 3, 8, 32)
+    d = write_picture(folder / "d.png", 4, 32, 32)
+    head = _words(1, 36)
+    long_head = _words(2, 130)
+    contents = {
+        "text": [_words(3, 37)],
+        "image": [head, a, _words(4, 20)],
+        "other_image": [head, b, _words(4, 20)],
+        "repeat": [head, a, _words(4, 20)],
+        "images": [a, c, _words(5, 9), d, _words(6, 3)],
+        "long_text": [long_head, _words(7, 25)],
+        "long_image": [_words(8, 50), d, _words(9, 60), b, _words(10, 30)],
+        "same_prefix": [long_head, _words(11, 12)],
+    }
+    return {
+        name: encoder.encode(Prompt(index, _message(parts), "7", "tiny"))
+        for index, (name, parts) in enumerate(contents.items())
+    }
+
+
+def _words(seed: int, length: int) -> str:
+    return "".join(np.random.RandomState(seed).choice(list(ALPHABET), length))
+
+
+def _message(parts: Sequence[str | Path]) -> tuple[dict]:
+    def part(value):
+        return {"type": "text", "text": value} if isinstance(value, str) else {"type": "image", "image": value}
+
+    return ({"role": "user", "content": [part(value) for value in parts]},)
+
+
+def make_sequences(prompts: dict[str, EncodedPrompt], group: int = 1) -> list[TokenSequence]:
+    """Each prompt with `group` different completions of 3 to 9 tokens, media tokens among them."""
+    generator = torch.Generator().manual_seed(5)
+    return [
+        TokenSequence(prompt, torch.randint(0, VOCABULARY, (3 + (place + index) % 7,), generator=generator))
+        for place, prompt in enumerate(prompts.values())
+        for index in range(group)
+    ]
+
+
+class Reference:
+    """transformers, one sequence at a time; in the test's own process, where nothing of torch is patched."""
+
+    def __init__(self, folder: Path):
+        self.model = Qwen3VLForConditionalGeneration.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+    def log_probs(self, prompt: EncodedPrompt, completion: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """float32 `[n]` each: log-probabilities of the completion, entropies of the tempered distributions."""
+        logits = self.logits(prompt, completion)[prompt.ids.numel() - 1 : -1] / temperature
+        log_probs = logits.log_softmax(-1)
+        return log_probs.gather(1, completion[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
+
+    def logits(self, prompt: EncodedPrompt, completion: Tensor) -> Tensor:
+        """float32 `[tokens, vocabulary]`.  A media token among the sampled ones is text: transformers, which
+        looks for media by id, is given another id there and the right embedding."""
+        ids = torch.cat([prompt.ids, completion])[None]
+        kinds = torch.zeros_like(ids)
+        kinds[0, : prompt.ids.numel()] = prompt.media_mask.long()
+        literal = (ids == self.model.config.image_token_id) & (kinds == 0)
+
+        def embed(module, arguments, output):
+            return torch.where(literal[..., None], module.weight[self.model.config.image_token_id], output)
+
+        hook = self.model.get_input_embeddings().register_forward_hook(embed)
+        try:
+            return self.model(
+                input_ids=ids.masked_fill(literal, 0),
+                attention_mask=torch.ones_like(ids),
+                mm_token_type_ids=kinds,
+                use_cache=False,
+                **media(prompt),
+            ).logits[0]
+        finally:
+            hook.remove()
+
+    @torch.no_grad()
+    def greedy(self, prompt: EncodedPrompt, tokens: int) -> Tensor:
+        """int64 `[n]`: `generate(do_sample=False)` without the prompt."""
+        ids = prompt.ids[None]
+        out = self.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=prompt.media_mask.long()[None],
+            do_sample=False,
+            max_new_tokens=tokens,
+            **media(prompt),
+        )
+        return out[0, ids.shape[1] :]
+
+
+def media(prompt: EncodedPrompt) -> dict[str, Tensor]:
+    """The media arguments of transformers' model."""
+    if not prompt.items:
+        return {}
+    return {
+        "pixel_values": torch.cat([item.pixels for item in prompt.items]),
+        "image_grid_thw": torch.tensor([item.grid for item in prompt.items]),
+    }
