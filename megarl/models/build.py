@@ -55,8 +55,7 @@ def load_policy(folder: Path, options: ModelOptions) -> Policy:
         raise UserError(f"model.path: architecture '{architecture}' is not supported: one of {', '.join(FAMILIES)}")
     bridge = AutoBridge.from_hf_pretrained(folder)
     config = _megatron_config(bridge, options)
-    with torch.device("cuda" if kernels().gpu else "cpu"):
-        model = FAMILIES[architecture](config).to(options.dtype)
+    model = FAMILIES[architecture](config).to("cuda" if kernels().gpu else "cpu", options.dtype)
     bridge.load_hf_weights([model])
     if options.freeze:
         frozen = {part: part in options.freeze for part in ("language", "vision", "projector")}

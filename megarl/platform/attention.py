@@ -27,6 +27,7 @@ class _Plan:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # what is kept must serve a training forward too
 def _plan(bounds: tuple[int, ...], exact: bool, device: torch.device) -> _Plan:
     """Sorts the segments into buckets: by equal length if `exact`, else up to 1/4 of padding or 8 rows."""
     by_length: dict[int, list[tuple[int, int]]] = {}
@@ -75,20 +76,29 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor,
     return torch.cat(out)[plan.order]
 
 
+@lru_cache(maxsize=8)
+def _causal_bias(
+    lengths: tuple[int, ...], kv_lengths: tuple[int, ...], width: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """`[requests, width, longest]`: 0 where a query row may look, -inf elsewhere.  All layers of a step share it."""
+    n, m = torch.tensor(lengths)[:, None, None], torch.tensor(kv_lengths)[:, None, None]
+    last = (m - n + torch.arange(width)[:, None]).clamp(min=0)
+    hidden = torch.arange(max(kv_lengths)) > last
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf).to(device)
+
+
 def _attend_pages(
     query: Tensor, lengths: Tensor, k_cache: Tensor, v_cache: Tensor, kv_lengths: Tensor, pages: Tensor, scale: float
 ) -> Tensor:
     """query `[b, s, h, d]` with `lengths` real rows a request -> `[b, s, h, d]`, causal at the bottom right."""
     b, s, h, d = query.shape
     block, groups = k_cache.shape[1:3]
-    longest = int(kv_lengths.max())
+    bias = _causal_bias(tuple(lengths.tolist()), tuple(kv_lengths.tolist()), s, query.dtype, query.device)
+    longest = bias.shape[-1]
     pages = pages[:, : -(-longest // block)].clamp(min=0).flatten()
     k, v = (
         cache.index_select(0, pages).view(b, -1, groups, d)[:, :longest].transpose(1, 2) for cache in (k_cache, v_cache)
     )
-    last = (kv_lengths - lengths)[:, None] + torch.arange(s, device=query.device)
-    hidden = torch.arange(longest, device=query.device) > last.clamp(min=0)[:, :, None]
-    bias = torch.zeros(b, s, longest, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
     # The query heads that share a key head become rows of one matrix: twice as fast as `enable_gqa` on a CPU.
     rep = h // groups
     rows = query.view(b, s, groups, rep, d).transpose(1, 2).reshape(b, groups, s * rep, d)

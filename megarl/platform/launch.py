@@ -121,10 +121,9 @@ def start(tensor_model_parallel_size: int, seed: int, cuda_graphs: bool) -> None
     else:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    if world_size() == 1:
-        dist.init_process_group(kernels().collectives, store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        dist.init_process_group(kernels().collectives)
+    device = torch.device("cuda", local) if kernels().gpu else None
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world_size() == 1 else {}
+    dist.init_process_group(kernels().collectives, device_id=device, **alone)
 
     from megarl.platform import prepare  # noqa: F401  (before Megatron)
 

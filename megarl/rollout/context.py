@@ -6,12 +6,16 @@ from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper 
 from megatron.core.models.common.embeddings.rope_utils import _rotate_half, apply_rotary_pos_emb
 from torch import Tensor
 
+from megarl.platform.kernels import kernels
 from megarl.rollout.prompts import PromptTable
 
 
 class MediaContext(DynamicInferenceContext):
     """Knows the live prompts, and takes one rotary angle per token of the step where Megatron's context
     takes a table of angles by position."""
+
+    # A step's tokens are padded to this; 64 suits a GPU's kernels and costs a CPU up to 63 rows of work.
+    TOKEN_ROUNDER = DynamicInferenceContext.TOKEN_ROUNDER if kernels().gpu else 4
 
     prompts: PromptTable | None = None
     """None while CUDA graphs are captured."""

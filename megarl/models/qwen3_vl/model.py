@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megarl.platform.kernels import kernels
@@ -39,6 +40,13 @@ class DualSelfAttention(Qwen3VLSelfAttention):
     def forward(self, hidden_states, attention_mask, *args, inference_context=None, **kwargs):
         kind = Qwen3VLSelfAttention if inference_context is None else SelfAttention
         return kind.forward(self, hidden_states, attention_mask, *args, inference_context=inference_context, **kwargs)
+
+
+class PolicyLayer(TransformerLayer):
+    """Replays CUDA graphs in the engine and never in training, whose packed rows have no fixed shape."""
+
+    def _should_call_local_cudagraph(self, *args, **kwargs):
+        return kwargs.get("inference_context") is not None and super()._should_call_local_cudagraph(*args, **kwargs)
 
 
 def language_block_spec(config) -> TransformerBlockSubmodules:
@@ -55,6 +63,7 @@ def language_block_spec(config) -> TransformerBlockSubmodules:
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = CoreAttention
         attention.q_layernorm = attention.k_layernorm = Norm
+    layer.module = PolicyLayer
     layer.submodules.self_attention.module = DualSelfAttention
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=Norm)
 

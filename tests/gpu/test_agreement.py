@@ -1,0 +1,98 @@
+"""On a GPU, bf16: engine, trainer and transformers agree as well as transformers agrees with itself in fp32."""
+
+import pytest
+import torch
+
+from tests.tiny import make_prompts, write_checkpoint
+
+pytestmark = pytest.mark.gpu
+
+NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    from megarl.platform import launch
+
+    launch.start(1, 7, cuda_graphs=True)
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"), tied=False)
+
+
+@pytest.fixture
+def policy(checkpoint):
+    """A model of its own for each test: captured graphs belong to one engine."""
+    from megarl.models.build import ModelOptions, load_policy
+
+    return checkpoint, load_policy(checkpoint, ModelOptions(torch.bfloat16, cuda_graphs=True))
+
+
+def _transformers(folder, sequences, dtype, weights_dtype=torch.bfloat16):
+    """Log-probabilities of the completions; weights rounded to bf16 in both precisions, as the policy's are."""
+    from transformers import Qwen3VLForConditionalGeneration
+
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=weights_dtype).to(dtype).cuda().eval()
+    out = []
+    for prompt, completion in sequences:
+        ids = torch.cat([prompt.ids, completion])[None].cuda()
+        kinds = torch.zeros_like(ids, dtype=torch.int32)
+        kinds[0, : prompt.ids.numel()] = prompt.media_mask.int().cuda()
+        media = {}
+        if prompt.items:
+            media = {
+                "pixel_values": torch.cat([i.pixels for i in prompt.items]).cuda().to(dtype),
+                "image_grid_thw": torch.tensor([i.grid for i in prompt.items]).cuda(),
+            }
+        with torch.no_grad():
+            logits = model(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                mm_token_type_ids=kinds,
+                use_cache=False,
+                **media,
+            ).logits
+        log_probs = logits[0, prompt.ids.numel() - 1 : -1].float().log_softmax(-1)
+        out.append(log_probs.gather(1, completion.cuda()[:, None])[:, 0].cpu())
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["plain", "prefix-cache-and-chunks"])
+def test_engine_trainer_and_transformers_agree(policy, tmp_path, chunked):
+    from megarl.data.packing import TokenSequence, pack
+    from megarl.rollout.engine import EngineOptions, RolloutEngine
+    from megarl.rollout.sampling import SamplingOptions
+    from megarl.training.trainer import Trainer
+
+    folder, loaded = policy
+    prompts = list(make_prompts(tmp_path, folder).values())
+    engine = RolloutEngine(
+        loaded.model,
+        EngineOptions(
+            max_requests=32,
+            max_tokens_per_step=128 if chunked else 2048,
+            max_sequence_length=512,
+            kv_cache_gb=0.5,
+            block_size_tokens=64,
+            enable_prefix_caching=chunked,
+            enable_chunked_prefill=chunked,
+            cuda_graphs=True,
+        ),
+    )
+    groups = engine.generate(prompts, SamplingOptions(NEW_TOKENS, (), 1.0), group_size=2)
+    rollouts = [r for group in groups for r in group]
+    sampled = torch.cat([r.log_probs for r in rollouts])
+    rows = pack([TokenSequence(r.prompt, r.ids) for r in rollouts], 4096, loaded.model.merge_size)
+    trained = torch.cat(Trainer(loaded.model, 1.0, 512).score(rows))
+    pairs = [(r.prompt, r.ids) for r in rollouts]
+    exact, half = _transformers(folder, pairs, torch.float32), _transformers(folder, pairs, torch.bfloat16)
+    own = (half - exact).abs()
+    print()
+    for name, difference in {
+        "engine - trainer": sampled - trained,
+        "engine - transformers fp32": sampled - exact,
+        "trainer - transformers fp32": trained - exact,
+        "transformers bf16 - fp32": half - exact,
+    }.items():
+        print(f"{name:30} max {difference.abs().max():.2e} mean {difference.abs().mean():.2e}")
+    assert (sampled - trained).abs().mean() < own.mean()
+    assert (sampled - exact).abs().mean() < 1.5 * own.mean()
+    assert (trained - exact).abs().mean() < 1.5 * own.mean()
