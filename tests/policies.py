@@ -66,3 +66,25 @@ def weights(built: Policy) -> dict[str, torch.Tensor]:
     """All weights under their Hugging Face names.  Collective."""
     exported = built.bridge.export_hf_weights([built.model], cpu=True, show_progress=False)
     return {name: tensor.clone() for name, tensor in exported}
+
+
+def gradients(built: Policy, of: Trainer, packed: list[PackedRow], loss) -> dict[str, torch.Tensor]:
+    """Of the loss summed over all tokens, by Hugging Face name; without data parallelism.  Collective.
+
+    Parameters without a gradient are zero.
+    """
+    of._ddp.train()
+    of._ddp.zero_grad_buffer()
+    of._run(packed, lambda row, output: (loss(row, *output), output.sum().detach()), forward_only=False)
+    tokens = sum(row.targets.numel() for row in packed)
+    kept = {name: parameter.detach().clone() for name, parameter in built.model.named_parameters()}
+    with torch.no_grad():
+        for parameter in built.model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(parameter.main_grad)  # so that the export gathers and renames gradients
+            else:
+                parameter.zero_()
+        out = {name: tensor * tokens for name, tensor in weights(built).items()}
+        for name, parameter in built.model.named_parameters():
+            parameter.copy_(kept[name])
+    return out

@@ -45,8 +45,8 @@ def kernels() -> Kernels:
     """The fastest kernels that can be used here.  Without a GPU everything is torch's."""
     if not torch.cuda.is_available():
         return Kernels("cpu", "torch", "torch")
-    te = importlib.util.find_spec("transformer_engine") and importlib.util.find_spec("transformer_engine_torch")
-    fa4 = _version("flash-attn-4") and importlib.util.find_spec("flash_attn")
+    te = _version("transformer-engine") and _version("transformer-engine-torch")
+    fa4 = _version("flash-attn-4")
     return Kernels("cuda", "transformer_engine" if te else "torch", "flash-attn-4" if fa4 else "torch")
 
 

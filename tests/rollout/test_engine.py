@@ -256,7 +256,7 @@ def test_distribution_of_draws(ranks, checkpoint, prompts, reference, options):
     expected = filtered(logits, **options)
     assert largest(log_probs.double() - expected.log()[tokens]) < TOLERANCE
     assert p_value(tokens, expected) > 1e-3
-    for wrong in ({"temperature": 1.1}, {"top_k": 6}, {"top_p": 0.8}):
+    for wrong in ({"temperature": 1.3}, {"top_k": 6}, {"top_p": 0.8}):
         assert p_value(tokens, filtered(logits, **wrong)) < 1e-3
 
 
@@ -400,7 +400,7 @@ def test_after_a_failed_call(checkpoint, prompts):
 
 
 def largest(values: torch.Tensor) -> float:
-    return float(values.abs().max())
+    return float(values.detach().abs().max())
 
 
 def same_on_all_ranks(answers: list) -> None:

@@ -6,6 +6,10 @@ from megarl.platform.kernels import Kernels
 from megarl.platform.patches import CORE, Patch
 
 
+def _always(kernels: Kernels) -> bool:
+    return True
+
+
 def _torch_attention(kernels: Kernels) -> bool:
     return kernels.attention == "torch"
 
@@ -18,6 +22,40 @@ def _paged_attention() -> None:
     attention.is_fa_min_version = lambda *args: True
     attention.flash_attn_varlen_func = paged_varlen
     attention.flash_attn_with_kvcache = paged_decode
+
+
+def _finite_kv_memory() -> None:
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+
+    stock = DynamicInferenceContext._allocate_memory_buffer
+
+    @functools.wraps(stock)
+    def allocate(self):
+        stock(self)
+        self.memory_buffer.zero_()
+
+    DynamicInferenceContext._allocate_memory_buffer = allocate
+
+
+def _evict_parents_of_live_blocks() -> None:
+    import torch
+    from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
+
+    stock = KVBlockAllocator.evict_lru_blocks
+
+    @functools.wraps(stock)
+    def evict(self, num_blocks_needed):
+        cached = (self.block_ref_counts == 0) & (self.block_hashes != -1)
+        parents = self.block_parent_id[cached].long()
+        self.block_child_count.zero_().index_add_(
+            0, parents[parents >= 0], torch.ones_like(self.block_child_count[: int((parents >= 0).sum())])
+        )
+        done = stock(self, num_blocks_needed)
+        evicted = (cached & (self.block_hashes == -1)).nonzero().flatten()
+        self.block_parent_id[torch.isin(self.block_parent_id, evicted.to(self.block_parent_id.dtype))] = -1
+        return done
+
+    KVBlockAllocator.evict_lru_blocks = evict
 
 
 def _one_split() -> None:
@@ -117,6 +155,26 @@ PATCHES = [
         'HAVE_FA4 or HAVE_FA3 or is_fa_min_version("2.7.3")',
         _torch_attention,
         _paged_attention,
+    ),
+    Patch(
+        "finite-kv-memory",
+        "the torch stand-ins read whole pages and mask what a request has not written: there, NaN in memory that "
+        "was never initialised would still become NaN in the output",
+        CORE,
+        "megatron/core/inference/contexts/dynamic_context.py",
+        "self.memory_buffer = torch.empty(",
+        _torch_attention,
+        _finite_kv_memory,
+    ),
+    Patch(
+        "evict-parents-of-live-blocks",
+        "a block that is computed twice may become the parent of a block of another request and end before it; "
+        "the prefix cache then asserts that it has nothing to evict, where only cached children should count",
+        CORE,
+        "megatron/core/inference/contexts/kv_block_allocator.py",
+        "heap = [(ts[i], bid[i], i) for i in range(num_cached) if child_count[i] == 0]",
+        _always,
+        _evict_parents_of_live_blocks,
     ),
     Patch(
         "fa4-splits",

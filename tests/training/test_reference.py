@@ -1,0 +1,62 @@
+"""The reference policy is swapped in and out exactly, after an exception too."""
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.distributed import lazy
+
+policies = lazy("tests.policies")
+reference = lazy("megarl.training.reference")
+
+
+def _state(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def _equal(a, b):
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.ranks(1)
+def test_swap(checkpoint, prompts):
+    """Bit for bit: the snapshot inside, the trained weights outside, whichever way the block ends."""
+    policy = policies.policy(checkpoint)
+    trainer, sequences = policies.trainer(policy.model), tiny.make_sequences(prompts)
+    start = _state(policy.model)
+    scores = policies.score(trainer, sequences)
+    kept = reference.ReferencePolicy(policy.model)
+    for _ in range(2):
+        policies.one_update(trainer, sequences)
+        trained = _state(policy.model)
+        assert not _equal(trained, start)
+        with kept.swapped_in():
+            assert _equal(_state(policy.model), start)
+            for a, b in zip(policies.score(trainer, sequences), scores, strict=True):
+                assert torch.equal(a, b)
+        assert _equal(_state(policy.model), trained)
+        with pytest.raises(RuntimeError, match="inside"), kept.swapped_in():
+            raise RuntimeError("inside")
+        assert _equal(_state(policy.model), trained)
+        assert _equal(kept.weights, start)
+
+
+@pytest.mark.ranks(1)
+def test_only_what_is_trained_is_kept(checkpoint):
+    policy = policies.policy(checkpoint, freeze=("vision", "projector"))
+    kept = reference.ReferencePolicy(policy.model)
+    assert kept.weights.keys() == {n for n, p in policy.model.named_parameters() if p.requires_grad}
+    assert all(name.startswith("language_model.") for name in kept.weights)
+
+
+@pytest.mark.ranks(1)
+def test_parameters_stay_where_they_are(checkpoint, prompts):
+    """The optimizer and the engine hold views of the parameters' memory: a swap must write into it."""
+    policy = policies.policy(checkpoint)
+    trainer = policies.trainer(policy.model)
+    places = {name: parameter.data_ptr() for name, parameter in policy.model.named_parameters()}
+    kept = reference.ReferencePolicy(policy.model)
+    policies.one_update(trainer, tiny.make_sequences(prompts))
+    with kept.swapped_in():
+        assert places == {name: parameter.data_ptr() for name, parameter in policy.model.named_parameters()}
+    assert places == {name: parameter.data_ptr() for name, parameter in policy.model.named_parameters()}
