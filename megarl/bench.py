@@ -44,7 +44,7 @@ def bench(arguments: list[str]) -> None:
     parser.add_argument("--train-tokens", type=int, default=4096, help="tokens of a training step")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     recipe = load_recipe(options.recipe, options.overrides)
     if launch.world_size() > 1:
         raise UserError("megarl.bench measures one rank: start it without torchrun")
@@ -61,9 +61,10 @@ def measure(recipe, options) -> list[Line]:
     import torch
 
     from megarl.models.build import load_policy
+    from megarl.options import model_options, rl_optimizer
     from megarl.rollout.engine import EngineOptions, RolloutEngine
     from megarl.rollout.sampling import SamplingOptions
-    from megarl.run import model_options, prepare_checkpoint, rl_optimizer
+    from megarl.startup import prepare_checkpoint
     from megarl.training.trainer import Trainer
 
     folder = prepare_checkpoint(recipe, Path(recipe.run_dir))

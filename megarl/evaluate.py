@@ -3,7 +3,7 @@
 import torch
 
 from megarl.data.sampler import shard
-from megarl.rollout.sampling import SamplingOptions
+from megarl.options import evaluation_options
 from megarl.run import Run, draw_key
 from megarl.training.reduce import over_data_parallel
 
@@ -11,7 +11,7 @@ from megarl.training.reduce import over_data_parallel
 def evaluate(run: Run) -> float:
     """Share of the held-out prompts answered right.  Collective."""
     mine = shard(list(enumerate(run.test_prompts)), run.dp_rank, run.dp_size)
-    sampling = SamplingOptions(run.recipe.rollout.max_new_tokens, run.stop_ids, run.recipe.evaluation.temperature)
+    sampling = evaluation_options(run.recipe, run.stop_ids)
     keys = [draw_key(run.recipe.seed, "test", 0, place) for place, _ in mine]
     prompts = [run.encoder.encode(prompt) for _, prompt in mine]
     correct = 0

@@ -15,11 +15,13 @@ from megarl.observe.mismatch import MismatchParts, mismatch_metrics, mismatch_pa
 from megarl.observe.progress import NullProgress, Progress
 from megarl.observe.rollouts import RolloutRow, write_rollouts
 from megarl.observe.timer import PhaseTimer
+from megarl.options import rl_optimizer, sampling_options, step_options, warmup_optimizer
 from megarl.platform.kernels import kernels
 from megarl.platform.launch import StopSignal
 from megarl.recipe import Recipe
 from megarl.rewards import Batch
-from megarl.run import build_run, prepare_data, prepare_folder, rl_optimizer, step_options, warmup_optimizer
+from megarl.run import build_run
+from megarl.startup import prepare_data, prepare_folder
 from megarl.training import checkpoint
 from megarl.training.grpo import PolicyStep, Scored, supervised_update
 from megarl.training.reduce import over_data_parallel
@@ -41,6 +43,7 @@ class Session:
         dist.barrier()
         folder = Path(recipe.run_dir)
         self.run = build_run(recipe, folder)
+        self.sampling = sampling_options(recipe, self.run.stop_ids)
         self.timer = PhaseTimer(torch.cuda.synchronize if kernels().gpu else None)
         self.policy_step: PolicyStep | None = None
         self._accuracy: float | None = None

@@ -2,6 +2,7 @@
 
 import sys
 
+from megarl.errors import UserError
 from megarl.platform import launch
 from megarl.recipe import check_world, load_recipe
 
@@ -21,7 +22,7 @@ def train(arguments: list[str]) -> None:
         for step in session.steps(stop):
             with timer("rollout"):
                 prompts, keys = run.step_prompts(step)
-                groups = run.engine.generate(prompts, run.sampling(), recipe.algorithm.group_size, keys)
+                groups = run.engine.generate(prompts, session.sampling, recipe.algorithm.group_size, keys)
             with timer("reward"):
                 batch = judge(groups, run.environment, run.text, recipe.algorithm.advantage)
             with timer("score"):
@@ -34,8 +35,6 @@ def train(arguments: list[str]) -> None:
 
 
 def _recipe_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
-    from megarl.errors import UserError
-
     if not arguments or "=" in arguments[0]:
         raise UserError("usage: torchrun --nproc-per-node N -m megarl.train RECIPE [key=value ...]")
     return arguments[0], arguments[1:]

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 SEED = 7
-_PRELOADED = ["megarl.rollout.engine", "megarl.training.checkpoint", "megarl.training.grpo", "megarl.models.build"]
+PRELOADED = ["megarl.rollout.engine", "megarl.training.checkpoint", "megarl.training.grpo", "megarl.models.build"]
 _START_SECONDS = 180
 _on_rank = False
 _GRACE_SECONDS = 3
@@ -114,7 +114,7 @@ class _Job:
 class _Pool:
     def __init__(self, world_size: int):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(PRELOADED)
         port = _free_port()
         self._connections: list[Connection] = []
         self._processes = []

@@ -43,8 +43,12 @@ def sampling(max_new_tokens: int = 10, stop_ids: tuple[int, ...] = STOP, **optio
 def trainer(model, temperature: float = 1.0, chunk: int = 7, learning_rate: float = 1e-2, **options) -> Trainer:
     """Begun, with a chunk that divides nothing."""
     built = Trainer(model, temperature, chunk)
-    built.begin(OptimizerOptions(learning_rate, total_updates=10, **options))
+    begin(built, learning_rate, **options)
     return built
+
+
+def begin(built: Trainer, learning_rate: float, **options) -> None:
+    built.begin(OptimizerOptions(learning_rate, total_updates=10, **options))
 
 
 def rows(sequences: list[TokenSequence], tokens_per_row: int = tiny.LONGEST) -> list[PackedRow]:

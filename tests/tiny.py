@@ -148,6 +148,8 @@ class Reference:
         self.model = Qwen3VLForConditionalGeneration.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
+        # transformers gives the padding token's embedding no gradient, even where it was sampled.
+        self.model.get_input_embeddings().padding_idx = None
 
     def log_probs(self, prompt: EncodedPrompt, completion: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """float32 `[n]` each: log-probabilities of the completion, entropies of the tempered distributions."""

@@ -33,5 +33,5 @@ for _name in (
     "megatron.core.dist_checkpointing.strategies.torch",
 ):
     logging.getLogger(_name).setLevel(logging.ERROR)
-logging.getLogger("transformers").addFilter(lambda record: "torch_dtype" not in record.getMessage())
+logging.getLogger("transformers.configuration_utils").addFilter(lambda record: "torch_dtype" not in record.getMessage())
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")

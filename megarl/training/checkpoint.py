@@ -55,6 +55,7 @@ def load(checkpoint: Path, trainer: Trainer) -> None:
     state = dist_checkpointing.load(_state(trainer, is_loading=True), str(checkpoint))
     trainer.model.load_state_dict(state["model"])
     trainer.optimizer.load_state_dict(state["optimizer"])
+    trainer.scheduler.num_steps = 0  # Megatron's scheduler adds the saved steps to those it has made
     trainer.scheduler.load_state_dict(state["scheduler"])
 
 

@@ -125,10 +125,21 @@ class Trainer:
         self._ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         sums = self._run(rows, lambda row, output: loss(row, *output), forward_only=False)
-        applied, grad_norm, _ = self.optimizer.step()
+        applied, grad_norm = False, float("nan")
+        if self._gradients_are_finite():
+            applied, grad_norm, _ = self.optimizer.step()
         rate = next(g["lr"] for g in self.optimizer.param_groups if g["params"])
         self.scheduler.step(1)
         return UpdateResult(float(grad_norm), rate, bool(applied)), torch.stack(sums).sum(0)
+
+    def _gradients_are_finite(self) -> bool:
+        """Over all ranks.  Megatron looks for this in fp16 only, and one NaN is in every weight after the step."""
+        extremes = [
+            torch.stack(b.grad_data.aminmax()) for b in [*self._ddp.buffers, *self._ddp.expert_parallel_buffers]
+        ]
+        finite = torch.cat(extremes).isfinite().all().float()
+        torch.distributed.all_reduce(finite, torch.distributed.ReduceOp.MIN)
+        return bool(finite)
 
     def _run(self, rows: Sequence[PackedRow], result, forward_only: bool) -> list:
         def forward_step(iterator, model):

@@ -42,10 +42,7 @@ def reference_gradients(model, reference, sequences):
 def worst(found: dict, expected: dict) -> tuple[float, str]:
     """Largest relative difference and the name of its parameter."""
     assert found.keys() >= expected.keys()
-    return max(
-        (float((found[name] - grad).abs().max() / grad.abs().max()), name)
-        for name, grad in expected.items()
-    )
+    return max((float((found[name] - grad).abs().max() / grad.abs().max()), name) for name, grad in expected.items())
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recompute"])

@@ -130,15 +130,14 @@ def _torch_adam_state() -> None:
                 state["step"] = state["step"].clone()
 
     def sharded_state_dict(self, model_sharded_state_dict, is_loading=False, **kwargs):
-        if is_loading:  # the state's shapes are asked for before a first step has made it
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    if not self.optimizer.state[parameter]:
-                        self.optimizer.state[parameter].update(
-                            step=torch.tensor(0.0),
-                            exp_avg=torch.zeros_like(parameter),
-                            exp_avg_sq=torch.zeros_like(parameter),
-                        )
+        for group in self.optimizer.param_groups:  # the state's shapes are asked for before a first step has made it
+            for parameter in group["params"]:
+                if not self.optimizer.state[parameter]:
+                    self.optimizer.state[parameter].update(
+                        step=torch.tensor(0.0),
+                        exp_avg=torch.zeros_like(parameter),
+                        exp_avg_sq=torch.zeros_like(parameter),
+                    )
         return stock_sharded(self, model_sharded_state_dict, is_loading, **kwargs)
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states

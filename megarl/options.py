@@ -1,0 +1,82 @@
+"""From a recipe's sections to the options of each room, which knows no recipe."""
+
+import torch
+
+from megarl.algorithms.objective import ObjectiveOptions
+from megarl.models.build import ModelOptions
+from megarl.platform.kernels import kernels
+from megarl.recipe import Recipe
+from megarl.rollout.engine import EngineOptions
+from megarl.rollout.sampling import SamplingOptions
+from megarl.training.grpo import StepOptions
+from megarl.training.trainer import OptimizerOptions
+
+
+def model_options(recipe: Recipe) -> ModelOptions:
+    """How this machine builds the recipe's model."""
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(recipe.model.dtype)
+    return ModelOptions(
+        dtype=dtype or (torch.bfloat16 if kernels().gpu else torch.float32),
+        tensor_model_parallel_size=recipe.parallel.tensor_model_parallel_size,
+        sequence_parallel=recipe.parallel.sequence_parallel,
+        recompute=recipe.training.recompute == "full",
+        freeze=tuple(recipe.model.freeze),
+        cuda_graphs=recipe.rollout.cuda_graphs and kernels().gpu,
+    )
+
+
+def engine_options(recipe: Recipe) -> EngineOptions:
+    """Sizes of the engine."""
+    r = recipe.rollout
+    return EngineOptions(
+        max_requests=r.max_requests,
+        max_tokens_per_step=r.max_tokens_per_step,
+        max_sequence_length=recipe.data.max_prompt_tokens + r.max_new_tokens,
+        kv_cache_gb=r.kv_cache_gb,
+        block_size_tokens=r.block_size_tokens,
+        enable_prefix_caching=r.enable_prefix_caching,
+        enable_chunked_prefill=r.enable_chunked_prefill,
+        cuda_graphs=r.cuda_graphs and kernels().gpu,
+    )
+
+
+def step_options(recipe: Recipe) -> StepOptions:
+    """How a batch of rollouts is trained on."""
+    a = recipe.algorithm
+    return StepOptions(
+        objective=ObjectiveOptions(a.clip_low, a.clip_high, a.kl_coefficient, a.entropy_coefficient),
+        epochs=a.epochs,
+        minibatches=a.minibatches,
+        old_log_probs=a.old_log_probs,
+        tokens_per_row=recipe.training.tokens_per_row,
+    )
+
+
+def warmup_optimizer(recipe: Recipe) -> OptimizerOptions:
+    """Constant learning rate; everything else as in RL."""
+    o, w = recipe.optimizer, recipe.warmup
+    return OptimizerOptions(
+        learning_rate=w.learning_rate,
+        total_updates=w.steps,
+        adam_beta1=o.adam_beta1,
+        adam_beta2=o.adam_beta2,
+        adam_eps=o.adam_eps,
+        weight_decay=o.weight_decay,
+        clip_grad=o.clip_grad,
+    )
+
+
+def rl_optimizer(recipe: Recipe) -> OptimizerOptions:
+    """The recipe's optimizer section, over all updates of the RL phase."""
+    return OptimizerOptions(total_updates=recipe.total_updates, **recipe.optimizer.model_dump())
+
+
+def sampling_options(recipe: Recipe, stop_ids: tuple[int, ...]) -> SamplingOptions:
+    """How training rollouts are sampled."""
+    r = recipe.rollout
+    return SamplingOptions(r.max_new_tokens, stop_ids, r.temperature, r.top_p, r.top_k)
+
+
+def evaluation_options(recipe: Recipe, stop_ids: tuple[int, ...]) -> SamplingOptions:
+    """How held-out prompts are answered: from the whole distribution."""
+    return SamplingOptions(recipe.rollout.max_new_tokens, stop_ids, recipe.evaluation.temperature)

@@ -1,0 +1,110 @@
+"""What must lie on disk before a run is built: its folder, its data, the checkpoint that it starts from."""
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megarl.data.digits import write_digits
+from megarl.errors import UserError
+from megarl.models.hf_config import hf_config
+from megarl.models.random_checkpoint import write_random_checkpoint
+from megarl.models.tiny_processor import build_tiny_processor
+from megarl.recipe import Recipe, load_recipe, save_recipe
+
+GENERATORS = {"digits": write_digits}
+"""What makes a data folder, by `data.generator`."""
+
+
+def prepare_folder(recipe: Recipe) -> Path:
+    """Makes the run folder and keeps the recipe in it, or finds the same recipe there.  On rank 0 only.
+
+    Raises:
+        UserError: the folder holds a run of another recipe.
+    """
+    folder = Path(recipe.run_dir)
+    kept = folder / "recipe.yaml"
+    if not kept.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        save_recipe(recipe, kept)
+        return folder
+    before, now = load_recipe(kept).model_dump(), recipe.model_dump()
+    changed = [f"{k}: {old!r} -> {new!r}" for k, old, new in _differences(before, now)]
+    if changed:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise UserError(
+            f"run_dir = {recipe.run_dir!r} holds a run of another recipe ({'; '.join(changed[:3])}{more}): "
+            "give another run_dir, or remove it"
+        )
+    return folder
+
+
+def _differences(before: Any, now: Any, key: str = ""):
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in {**before, **now}:
+            yield from _differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+    elif before != now:
+        yield key, before, now
+
+
+def prepare_data(recipe: Recipe) -> None:
+    """Generates the data folder where the recipe says how and it is not there.  On rank 0 only."""
+    folder = Path(recipe.data.path)
+    if folder.exists():
+        return
+    if recipe.data.generator is None:
+        raise UserError(f"data.path: folder '{folder}' does not exist, and data.generator is not set")
+    GENERATORS[recipe.data.generator](folder)
+
+
+def prepare_checkpoint(recipe: Recipe, folder: Path) -> Path:
+    """The Hugging Face folder that the run starts from; writes it for random weights.  Rank 0 writes.
+
+    Raises:
+        UserError: config and tokenizer do not fit together.
+    """
+    model = recipe.model
+    if model.path is not None:
+        return Path(model.path)
+    initial = folder / "initial"
+    if dist.get_rank() == 0 and not initial.exists():
+        processor = folder / "processor" if model.processor is None else Path(model.processor)
+        if model.tiny_processor is not None:
+            build_tiny_processor(processor, **model.tiny_processor.model_dump())
+        loaded = load_processor(processor)
+        config = hf_config(None, model.config)
+        config.image_token_id, config.video_token_id = loaded.image_token_id, loaded.video_token_id
+        config.vision_start_token_id = loaded.vision_start_token_id
+        config.vision_end_token_id = loaded.vision_end_token_id
+        for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+            setattr(config.text_config, name, getattr(loaded.tokenizer, name))
+        write_random_checkpoint(initial, config, loaded, model.init_std, model.scale_output_projections, recipe.seed)
+    dist.barrier()
+    return initial
+
+
+def load_processor(folder: Path) -> Any:
+    """A transformers processor from its folder.
+
+    Raises:
+        UserError: there is none.
+    """
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.processor: cannot load '{folder}': {' '.join(str(error).split())}") from None
+
+
+def stop_tokens(tokenizer, stop: list[str]) -> tuple[int, ...]:
+    """Ids of the tokens that end an answer; the tokenizer's end-of-sequence token where none is named."""
+    if not stop:
+        if tokenizer.eos_token_id is None:
+            raise UserError("rollout.stop: the tokenizer has no end-of-sequence token, so name the stop tokens")
+        return (tokenizer.eos_token_id,)
+    vocabulary = tokenizer.get_vocab()
+    for token in stop:
+        if token not in vocabulary:
+            raise UserError(f"rollout.stop: {token!r} is not a token of the tokenizer")
+    return tuple(vocabulary[token] for token in stop)

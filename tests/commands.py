@@ -1,0 +1,99 @@
+"""megarl's commands as a user starts them: `python -m`, torchrun, and a cheap stand-in for many short runs."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.distributed import PRELOADED
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    def refusal(self) -> str:
+        """The one line of a user's mistake, without its prefix."""
+        assert self.code == 2, (self.code, self.out, self.err)
+        lines = self.err.splitlines()
+        assert len(lines) == 1, self.err
+        assert lines[0].startswith("megarl: error: "), lines[0]
+        return lines[0].removeprefix("megarl: error: ")
+
+
+def start(*arguments, processes: int | None = None, cwd: Path | None = None) -> subprocess.Popen:
+    """`python -m ARGUMENTS`, or torchrun's with `processes` of them; the pipes are text."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    module = [*torchrun, "-m", *arguments] if processes else list(arguments)
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return subprocess.Popen(
+        [sys.executable, "-m", *map(str, module)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=cwd,
+    )
+
+
+def finish(process: subprocess.Popen, timeout: float) -> Result:
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"not done after {timeout} s:\n{out}\n{err}") from None
+    return Result(process.returncode, out, err)
+
+
+def run(*arguments, timeout: float = 240, **options) -> Result:
+    return finish(start(*arguments, **options), timeout)
+
+
+def fork(folder: Path, *arguments, timeout: float = 120) -> Result:
+    """`python -m megarl.train ARGUMENTS` in a process that has imported Megatron already: what it prints while it
+    imports is not seen, and it starts at once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    out, err = folder / "stdout", folder / "stderr"
+    process = context.Process(target=_train, args=(list(map(str, arguments)), out, err))
+    process.start()
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        raise AssertionError(f"not done after {timeout} s:\n{out.read_text()}\n{err.read_text()}")
+    return Result(process.exitcode, out.read_text(), err.read_text())
+
+
+def _train(arguments: list[str], out: Path, err: Path) -> None:
+    for number, path in ((1, out), (2, err)):
+        with path.open("w") as file:
+            os.dup2(file.fileno(), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    from megarl.platform import launch
+    from megarl.train import train
+
+    code = launch.command(train, arguments)
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(code)
+
+
+def wait_for(condition, process: subprocess.Popen, timeout: float):
+    """What `condition()` returns once it is true; the process must still run until then."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        if process.poll() is not None:
+            raise AssertionError(f"ended early: {process.communicate()}")
+        time.sleep(0.02)
+    process.kill()
+    raise AssertionError(f"not within {timeout} s: {process.communicate()}")

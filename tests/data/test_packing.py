@@ -1,0 +1,121 @@
+"""Rows hold every token of every sequence once, in order, and say where it is."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.data.packing import TokenSequence, pack
+from megarl.media.item import EncodedPrompt, MediaItem
+from megarl.models.qwen3_vl.positions import mrope_positions
+
+MERGE, MEDIA = 2, 99
+ITEMS = [
+    MediaItem("image", torch.full((h * w, 3), float(n)), (1, h, w), bytes([n]), f"{n}.png")
+    for n, (h, w) in enumerate([(2, 2), (2, 4), (4, 4)])
+]
+
+
+def sequence(parts, completion):
+    """`parts`: numbers are that many text tokens, items stand for themselves."""
+    ids, mask, items = [], [], []
+    for part in parts:
+        media = isinstance(part, MediaItem)
+        n = part.feature_count(MERGE) if media else part
+        ids += [MEDIA] * n if media else range(len(ids), len(ids) + n)
+        mask += [media] * n
+        items += [part] * media
+    mask = torch.tensor(mask, dtype=torch.bool)
+    positions, after = mrope_positions(mask, [item.grid for item in items], MERGE)
+    prompt = EncodedPrompt(None, torch.tensor(ids), mask, positions, after, tuple(items))
+    return TokenSequence(prompt, torch.arange(200, 200 + completion))
+
+
+parts = st.lists(st.one_of(st.integers(1, 5), st.sampled_from(ITEMS)), max_size=4)
+sequences = st.lists(
+    st.builds(lambda head, more, n: sequence([head, *more], n), st.integers(1, 6), parts, st.integers(1, 5)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(deadline=None)
+@given(sequences, st.sampled_from([1, 2, 8]), st.integers(0, 8))
+def test_rows(given_sequences, multiple, more):
+    """Nothing is lost, doubled or moved; a prompt is followed by its completion at consecutive positions."""
+    longest = max(map(len, given_sequences))
+    bound = -(-(longest + 8 * more) // multiple) * multiple
+    rows = pack(given_sequences, bound, MERGE, multiple)
+    assert [member for row in rows for member in row.members] == list(range(len(given_sequences)))
+    for row in rows:
+        n = row.ids.numel()
+        assert n <= bound and n % multiple == 0
+        assert row.positions.shape == (3, n) and row.feature_rows.shape == (n,) and row.bounds[-1] == n
+        padding = n - sum(len(given_sequences[m]) for m in row.members)
+        assert padding < multiple
+        assert len(row.bounds) == 1 + len(row.members) + (padding > 0)
+        features = (
+            torch.cat([torch.tensor([i.digest[0]] * i.feature_count(MERGE)) for i in row.items]).tolist()
+            if (row.items)
+            else []
+        )
+        assert len({item.digest for item in row.items}) == len(row.items)
+        predictors, targets = row.split(row.predictors), row.split(row.targets)
+        for place, member in enumerate(row.members):
+            one, start, end = given_sequences[member], row.bounds[place], row.bounds[place + 1]
+            prompt, m = one.prompt.ids.numel(), one.completion.numel()
+            assert row.ids[start:end].tolist() == [*one.prompt.ids.tolist(), *one.completion.tolist()]
+            assert torch.equal(row.positions[:, start : start + prompt], one.prompt.positions)
+            after = one.prompt.next_position + torch.arange(m)
+            assert torch.equal(row.positions[:, start + prompt : end], after.expand(3, m))
+            assert predictors[place].tolist() == list(range(start + prompt - 1, end - 1))
+            assert torch.equal(targets[place], one.completion)
+            rows_of_media = row.feature_rows[start:end]
+            assert (rows_of_media >= 0).tolist() == [*one.prompt.media_mask.tolist(), *[False] * m]
+            digests = [i.digest[0] for i in one.prompt.items for _ in range(i.feature_count(MERGE))]
+            assert [features[r] for r in rows_of_media.tolist() if r >= 0] == digests
+        assert (row.feature_rows[n - padding :] == -1).all()
+
+
+@settings(deadline=None)
+@given(sequences)
+def test_rows_are_filled_in_order(given_sequences):
+    """A row ends only where the next sequence does not fit."""
+    bound = max(map(len, given_sequences)) + 7
+    rows = pack(given_sequences, bound, MERGE)
+    for row, following in zip(rows, rows[1:], strict=False):
+        assert row.ids.numel() + len(given_sequences[following.members[0]]) > bound
+
+
+def test_split():
+    """`split` gives each member's part of what the row's completion tokens have."""
+    rows = pack([sequence([3], 2), sequence([1], 4), sequence([2], 1)], 100, MERGE)
+    (row,) = rows
+    assert [part.tolist() for part in row.split(torch.arange(7))] == [[0, 1], [2, 3, 4, 5], [6]]
+
+
+def test_items_are_shared():
+    """A group's picture is in the row once, and its features' rows are the same for all members."""
+    (row,) = pack([sequence([2, ITEMS[1], 1, ITEMS[0]], 2)] * 3, 100, MERGE)
+    assert row.items == (ITEMS[1], ITEMS[0])
+    per_member = row.feature_rows.view(3, -1)
+    assert torch.equal(per_member[0], per_member[2])
+    assert per_member[0][per_member[0] >= 0].tolist() == [0, 1, 2]
+
+
+def test_padding_is_a_segment():
+    """Text at positions from 0, so that its attention and angles are ordinary ones."""
+    (row,) = pack([sequence([3], 2)], 16, MERGE, multiple=8)
+    assert row.bounds == (0, 5, 8)
+    assert row.ids[5:].tolist() == [0, 0, 0]
+    assert row.positions[:, 5:].tolist() == [[0, 1, 2]] * 3
+    assert row.predictors.tolist() == [2, 3]
+
+
+def test_too_long():
+    with pytest.raises(ValueError, match="a sequence of 9 tokens does not fit into a row of 8"):
+        pack([sequence([3], 2), sequence([5], 4)], 8, MERGE)
+
+
+def test_nothing():
+    assert pack([], 8, MERGE) == []

@@ -1,0 +1,410 @@
+"""`megarl.train` from the command line: what a run leaves behind, refuses, survives and learns."""
+
+import json
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from megarl.data.digits import write_digits
+from megarl.models.tiny_processor import build_tiny_processor
+from tests import commands, tiny
+
+ROOT = Path(__file__).parent.parent
+DIGITS = ROOT / "recipes" / "digits.yaml"
+STEPS = 16
+LAST_LINE = re.compile(r"held-out accuracy (\d\.\d{3}) \(chance (\d\.\d{3})\), (\d+) steps, (\d+) s, run in (\S+)")
+RESULTS = re.compile(r"(reward|rollout|policy|optimizer|mismatch|eval)/")
+"""Metrics that the same run gives again; times are others."""
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory):
+    """The data folder, made once."""
+    folder = tmp_path_factory.mktemp("data") / "digits"
+    write_digits(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def recipe(tmp_path_factory, digits):
+    """The digits recipe cut down to seconds."""
+    path = tmp_path_factory.mktemp("recipe") / "short.yaml"
+    values = {
+        "extends": str(DIGITS),
+        "steps": STEPS,
+        "data": {"path": str(digits)},
+        "warmup": {"steps": 2, "batch_size": 16},
+        "algorithm": {"prompts_per_step": 8, "group_size": 4},
+        "evaluation": {"every": 4, "max_prompts": 16},
+    }
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory, recipe):
+    """Folder and output of an uninterrupted run of one process."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    result = commands.run("megarl.train", recipe, f"run_dir={folder}")
+    assert result.code == 0, result.err
+    return folder, result
+
+
+def metrics(folder: Path) -> list[dict]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def results(folder: Path) -> list[dict]:
+    return [{k: v for k, v in line.items() if k == "step" or RESULTS.match(k)} for line in metrics(folder)]
+
+
+# A whole run
+
+
+def test_last_line(finished):
+    folder, result = finished
+    match = LAST_LINE.fullmatch(result.out.splitlines()[-1])
+    assert match, result.out
+    last = metrics(folder)[-1]
+    assert float(match[1]) == pytest.approx(last["eval/accuracy"], abs=5e-4)
+    assert float(match[2]) == pytest.approx(last["eval/chance"], abs=5e-4)
+    assert (int(match[3]), match[5]) == (STEPS, str(folder))
+
+
+def test_nothing_on_stderr(finished):
+    """What is printed there is for failures: no chatter of the libraries."""
+    assert finished[1].err == ""
+
+
+def test_metrics(finished):
+    lines = metrics(finished[0])
+    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    assert [line["step"] for line in lines if "eval/accuracy" in line] == [0, 4, 8, 12, 16]
+    for line in lines[1:]:
+        assert 0 <= line["reward/mean"] <= 1.1
+        assert 0 < line["mismatch/max"] < 1e-5  # engine and trainer agree, and are two computations
+        assert line["rollout/tokens"] >= 32
+        assert line["optimizer/skipped_updates"] == 0
+        assert all(line[f"time/{phase}"] > 0 for phase in ("rollout", "reward", "score", "train"))
+    assert lines[1]["policy/kl"] < 1e-6 < lines[-1]["policy/kl"]  # the reference is the policy that RL began with
+
+
+def test_run_folder(finished):
+    folder = finished[0]
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    kept = yaml.safe_load((folder / "recipe.yaml").read_text())
+    assert (kept["steps"], kept["rollout"]["block_size_tokens"]) == (STEPS, 64)  # defaults included
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["latest", f"rl_{STEPS:06d}"]
+    assert not list(folder.rglob("*.partial")) and not list(folder.glob("rejected_*"))
+
+
+def test_rollouts(finished, digits):
+    """Prompt, picture, answer, completion, reward and both log-probabilities of each."""
+    folder = finished[0]
+    answers = {row["messages"][0]["content"][0]["image"]: row["answer"] for row in read_rows(digits / "train.jsonl")}
+    assert len(list((folder / "rollouts").iterdir())) == STEPS
+    for step in (1, STEPS):
+        rows = read_rows(folder / "rollouts" / f"step_{step}.jsonl")
+        assert len(rows) == 8 * 4
+        assert len({row["prompt_index"] for row in rows}) == 8
+        for row in rows:
+            (picture,) = row["media"]
+            assert Path(picture).is_relative_to(digits)
+            assert answers[str(Path(picture).relative_to(digits))] == row["answer"]
+            assert "<|image_pad|>" * 4 in row["prompt"] and row["prompt"].endswith("?")
+            right = row["finished"] == "stop" and row["completion"] == row["answer"]
+            well_formed = row["finished"] == "stop" and re.fullmatch("[0-9]", row["completion"]) is not None
+            assert row["reward"] == pytest.approx(right + 0.1 * well_formed)
+            assert len(row["ids"]) == len(row["engine_logprobs"]) == len(row["trainer_logprobs"]) <= 2
+            for engine, trainer in zip(row["engine_logprobs"], row["trainer_logprobs"], strict=True):
+                assert engine == pytest.approx(trainer, abs=1e-5) and engine < 0
+        line = metrics(folder)[step]
+        assert line["reward/mean"] == pytest.approx(sum(row["reward"] for row in rows) / len(rows), abs=1e-5)
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_exported_checkpoint(finished, digits):
+    """transformers loads it and answers as the run's last evaluation did."""
+    from transformers import AutoProcessor
+
+    from megarl.data.prompts import load_prompts
+    from megarl.media.encoder import Encoder
+    from megarl.models.qwen3_vl.positions import mrope_positions
+
+    folder = finished[0] / "checkpoint"
+    processor = AutoProcessor.from_pretrained(folder)
+    model = tiny.Reference(folder)
+    prompts, _ = load_prompts(digits / "test.jsonl")
+    encoder = Encoder(processor, mrope_positions, 128)
+    correct = 0
+    for prompt in prompts[:16]:
+        ids = model.greedy(encoder.encode(prompt), 2).tolist()
+        stopped = ids[-1] == processor.tokenizer.eos_token_id
+        correct += stopped and processor.tokenizer.decode(ids[:-1]).strip() == prompt.answer
+    assert correct / 16 == pytest.approx(metrics(finished[0])[-1]["eval/accuracy"], abs=1e-5)
+
+
+def test_finished_run_again(finished, recipe, tmp_path):
+    """The same command once more ends at once with the same last line and adds nothing."""
+    before = metrics(finished[0])
+    result = commands.fork(tmp_path, recipe, f"run_dir={finished[0]}")
+    assert result.code == 0, result.err
+    assert metrics(finished[0]) == before
+    again, first = (LAST_LINE.fullmatch(r.out.splitlines()[-1]) for r in (result, finished[1]))
+    assert again.group(1, 2, 3, 5) == first.group(1, 2, 3, 5)
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp", "dp2"])
+def test_two_processes(finished, recipe, tmp_path, layout):
+    """torchrun with 2 processes gives, to rounding, what one process gives: weights, draws, rewards."""
+    parallel = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"] if layout != "dp2" else []
+    result = commands.run("megarl.train", recipe, f"run_dir={tmp_path / 'run'}", *parallel, processes=2)
+    assert result.code == 0, result.err
+    assert len(LAST_LINE.findall(result.out)) == 1
+    found, expected = results(tmp_path / "run"), results(finished[0])
+    assert [line["step"] for line in found] == list(range(STEPS + 1))
+    assert found[0] == expected[0]
+    for key in ("reward/mean", "reward/accuracy", "rollout/tokens"):
+        assert found[1][key] == expected[1][key]
+    for key in ("policy/loss", "policy/entropy", "optimizer/grad_norm"):
+        assert found[1][key] == pytest.approx(expected[1][key], rel=1e-2)
+
+
+# Stopped and started again
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_stop_and_resume(finished, recipe, tmp_path, after):
+    """SIGTERM in the warm-up or at the first steps, and later; the same command then goes on at the saved step and
+    ends as a run that was never stopped."""
+    folder = tmp_path / "run"
+    command = ("megarl.train", recipe, f"run_dir={folder}")
+    process = commands.start(*command)
+    if after:
+        commands.wait_for(lambda: len(metrics(folder)) > after, process, 120)
+    else:
+        commands.wait_for(lambda: (folder / "initial").exists(), process, 120)
+        commands.wait_for(lambda: "SigCgt" and caught(process.pid), process, 60)
+    process.send_signal(signal.SIGTERM)
+    stopped = commands.finish(process, 60)
+    assert stopped.code == 0, stopped.err
+    said = re.search(r"stopped after (warm-up|rl) step (\d+): the same command continues from there", stopped.out)
+    assert said, stopped.out
+    assert not LAST_LINE.search(stopped.out)
+    if after:
+        assert said[1] == "rl" and after <= int(said[2]) < STEPS
+        assert [line["step"] for line in metrics(folder)] == list(range(int(said[2]) + 1))
+
+    resumed = commands.fork(tmp_path, *command[1:])
+    assert resumed.code == 0, resumed.err
+    assert f"resumed after {said[1]} step {said[2]}" in resumed.out
+    assert results(folder) == results(finished[0])
+    assert sorted(p.name for p in (folder / "rollouts").iterdir()) == sorted(
+        p.name for p in (finished[0] / "rollouts").iterdir()
+    )
+    ours, theirs = (tiny.Reference(f / "checkpoint").model.state_dict() for f in (folder, finished[0]))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def caught(pid: int) -> bool:
+    """Whether the process handles SIGTERM by itself by now."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16)
+    return bool(mask >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.slow
+def test_stop_and_resume_torchrun(finished, recipe, tmp_path):
+    """The signal goes to torchrun, as a scheduler sends it."""
+    folder = tmp_path / "run"
+    command = ("megarl.train", recipe, f"run_dir={folder}")
+    process = commands.start(*command, processes=2)
+    commands.wait_for(lambda: len(metrics(folder)) > 2, process, 180)
+    process.send_signal(signal.SIGTERM)
+    stopped = commands.finish(process, 60)
+    said = re.search(r"stopped after rl step (\d+)", stopped.out)
+    assert said, (stopped.out, stopped.err)
+    resumed = commands.run(*command, processes=2)
+    assert resumed.code == 0, resumed.err
+    assert f"resumed after rl step {said[1]}" in resumed.out
+    assert [line["step"] for line in metrics(folder)] == list(range(STEPS + 1))
+
+
+# Refusals
+
+
+def test_refusal_before_megatron(tmp_path):
+    """From the command line in full; nothing heavy is imported, so it takes seconds."""
+    result = commands.run("megarl.train", DIGITS, "optimizer.learning_rat=1", cwd=tmp_path, timeout=60)
+    line = result.refusal()
+    assert "optimizer.learning_rat" in line and "did you mean 'optimizer.learning_rate'?" in line
+    assert result.out == "" and not list(tmp_path.iterdir())
+
+
+def test_refusal_after_megatron(tmp_path):
+    """From the command line in full: no other line on stderr, of Megatron's imports either."""
+    overrides = ["data.generator=null", f"data.path={tmp_path / 'nowhere'}", f"run_dir={tmp_path / 'run'}"]
+    line = commands.run("megarl.train", DIGITS, *overrides).refusal()
+    assert "data.path" in line and str(tmp_path / "nowhere") in line
+
+
+def test_refusal_two_processes(tmp_path):
+    """Two workers, one line."""
+    overrides = ["parallel.tensor_model_parallel_size=4", f"run_dir={tmp_path / 'run'}"]
+    result = commands.run("megarl.train", DIGITS, *overrides, processes=2, timeout=90)
+    ours = [line for line in result.err.splitlines() if line.startswith("megarl: ")]
+    assert len(ours) == 1 and "parallel.tensor_model_parallel_size = 4" in ours[0] and "2" in ours[0]
+    assert re.search(r"exitcode *: *2", result.err)
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["steps=three"], ["steps", "three", "integer"]),
+        (["parallel.tensor_model_parallel_size=2"], ["parallel.tensor_model_parallel_size = 2", "world size", "1"]),
+        (["model.init_std=-1"], ["model.init_std", "-1"]),
+        (["rollout.stop=['<|nothing|>']"], ["rollout.stop", "<|nothing|>"]),
+        (["model.config.text_config.hidden_sise=3"], ["hidden_sise"]),
+        (["data.max_prompt_tokens=4"], ["train.jsonl", "1437 of 1437", "max_prompt_tokens = 4"]),
+    ],
+    ids=str,
+)
+def test_refused_values(recipe, tmp_path, overrides, words):
+    line = commands.fork(tmp_path, recipe, f"run_dir={tmp_path / 'run'}", *overrides).refusal()
+    for word in words:
+        assert word in line
+
+
+def test_no_arguments(tmp_path):
+    assert "usage" in commands.fork(tmp_path).refusal()
+
+
+def test_recipe_that_extends_itself(tmp_path):
+    path = tmp_path / "circle.yaml"
+    path.write_text("extends: circle.yaml\n")
+    assert "circle" in commands.fork(tmp_path, path).refusal()
+
+
+def test_folder_of_another_recipe(finished, recipe, tmp_path):
+    """Named by key, old and new value; the folder stays as it is."""
+    before = sorted(finished[0].rglob("*"))
+    line = commands.fork(tmp_path, recipe, f"run_dir={finished[0]}", "optimizer.learning_rate=0.5").refusal()
+    assert "optimizer.learning_rate: 0.0015 -> 0.5" in line and str(finished[0]) in line
+    assert sorted(finished[0].rglob("*")) == before
+
+
+def test_unsupported_architecture(recipe, tmp_path):
+    folder = tmp_path / "llama"
+    build_tiny_processor(folder, tiny.ALPHABET, 128, 4, 2, 2, 256, 256)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
+    line = commands.fork(tmp_path, recipe, f"run_dir={tmp_path / 'run'}", *from_folder(folder)).refusal()
+    assert "LlamaForCausalLM" in line and "Qwen3VLForConditionalGeneration" in line
+
+
+def test_no_checkpoint(recipe, tmp_path):
+    folder = tmp_path / "nowhere"
+    line = commands.fork(tmp_path, recipe, f"run_dir={tmp_path / 'run'}", *from_folder(folder)).refusal()
+    assert str(folder) in line
+
+
+def from_folder(folder: Path) -> list[str]:
+    return [f"model.path={folder}", "model.config=null", "model.init_std=null", "model.tiny_processor=null"]
+
+
+def test_tokenizer_without_media_token(recipe, tmp_path):
+    folder = tmp_path / "processor"
+    build_tiny_processor(folder, tiny.ALPHABET, 128, 4, 2, 2, 256, 256)
+    for file in folder.glob("*.json"):
+        text = file.read_text().replace("<|image_pad|>", "<|other_pad|>")
+        file.write_text(text)
+    overrides = [f"model.processor={folder}", "model.tiny_processor=null"]
+    line = commands.fork(tmp_path, recipe, f"run_dir={tmp_path / 'run'}", *overrides).refusal()
+    assert "<|image_pad|>" in line
+
+
+# Pictures that cannot be read
+
+
+@pytest.fixture
+def damaged(digits, tmp_path):
+    """A data folder of 20 training rows, and a function that breaks the pictures of the first so many."""
+    folder = tmp_path / "digits"
+    shutil.copytree(digits, folder)
+    rows = (folder / "train.jsonl").read_text().splitlines(keepends=True)[:20]
+    (folder / "train.jsonl").write_text("".join(rows))
+
+    def damage(count: int) -> list[Path]:
+        paths = [folder / json.loads(row)["messages"][0]["content"][0]["image"] for row in rows[:count]]
+        for place, path in enumerate(paths):
+            path.write_bytes(path.read_bytes()[:40] if place % 2 else b"not a picture")
+        return paths
+
+    return folder, damage
+
+
+def test_a_few_bad_pictures(recipe, damaged, tmp_path):
+    """Dropped by name and counted, and the run goes on without them."""
+    folder, damage = damaged
+    paths = damage(2)
+    overrides = [f"run_dir={tmp_path / 'run'}", f"data.path={folder}", "steps=1", "optimizer.warmup_steps=0"]
+    result = commands.fork(tmp_path, recipe, *overrides)
+    assert result.code == 0, result.err
+    assert "rejected_train.jsonl" in result.out
+    rejected = read_rows(tmp_path / "run" / "rejected_train.jsonl")
+    assert [row["row"] for row in rejected] == [1, 2]
+    for row, path in zip(rejected, paths, strict=True):
+        assert str(path) in row["reason"] and row["item"] == "messages[0].content[0].image"
+    used = {row["media"][0] for row in read_rows(tmp_path / "run" / "rollouts" / "step_1.jsonl")}
+    assert used and not used & set(map(str, paths))
+
+
+def test_too_many_bad_pictures(recipe, damaged, tmp_path):
+    folder, damage = damaged
+    paths = damage(3)
+    line = commands.fork(tmp_path, recipe, f"run_dir={tmp_path / 'run'}", f"data.path={folder}").refusal()
+    assert "3 of 20 rows were rejected" in line and "accepts 2" in line and str(paths[0]) in line
+
+
+# Phases on their own
+
+
+def test_warm_up_only(recipe, tmp_path):
+    """`steps: 0`: warm-up, evaluation and the exported checkpoint."""
+    overrides = [f"run_dir={tmp_path / 'run'}", "steps=0"]
+    result = commands.fork(tmp_path, recipe, *overrides)
+    assert result.code == 0, result.err
+    assert LAST_LINE.fullmatch(result.out.splitlines()[-1])
+    assert (tmp_path / "run" / "checkpoint" / "model.safetensors").exists()
+
+
+def test_from_an_exported_checkpoint(finished, recipe, tmp_path):
+    """A run may start from what another one exported; bad luck with random weights is not involved."""
+    overrides = [f"run_dir={tmp_path / 'run'}", *from_folder(finished[0] / "checkpoint"), "warmup=null", "steps=1"]
+    result = commands.fork(tmp_path, recipe, *overrides, "optimizer.warmup_steps=0")
+    assert result.code == 0, result.err
+    first, last = metrics(tmp_path / "run")[0], metrics(finished[0])[-1]
+    assert first["eval/accuracy"] == last["eval/accuracy"]
+
+
+# Learning
+
+
+@pytest.mark.slow
+def test_digits_are_learnt(tmp_path, digits):
+    """The recipe of the README, on 2 processes."""
+    overrides = [f"run_dir={tmp_path / 'run'}", f"data.path={digits}"]
+    result = commands.run("megarl.train", DIGITS, *overrides, processes=2, timeout=900)
+    assert result.code == 0, result.err
+    accuracy, chance = map(float, LAST_LINE.fullmatch(result.out.splitlines()[-1]).group(1, 2))
+    assert chance < 0.15
+    assert accuracy >= 0.85

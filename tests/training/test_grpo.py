@@ -1,0 +1,185 @@
+"""A GRPO step against one written down again in plain PyTorch over transformers."""
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.distributed import LAYOUTS, lazy
+
+policies = lazy("tests.policies")
+grpo = lazy("megarl.training.grpo")
+objective = lazy("megarl.algorithms.objective")
+reference_policy = lazy("megarl.training.reference")
+
+RATE, GROUP = 2e-3, 2
+SETTINGS = dict(clip_low=0.1, clip_high=0.15, kl_coefficient=0.3, entropy_coefficient=0.05)
+
+
+@pytest.fixture(scope="module")
+def batch(prompts):
+    """(sequence, the engine's log-probabilities, advantage) of 4 groups of 2.  The log-probabilities are off by
+    what may be a ratio beyond either bound."""
+    generator = torch.Generator().manual_seed(8)
+    chosen = {name: prompts[name] for name in ("text", "image", "images", "other_image")}
+    sequences = tiny.make_sequences(chosen, GROUP)
+    return [
+        (sequence, -4.8 + torch.randn(sequence.completion.numel(), generator=generator), advantage)
+        for sequence, advantage in zip(
+            sequences, torch.randn(len(sequences), generator=generator).tolist(), strict=True
+        )
+    ]
+
+
+def _step(checkpoint, batch, options, sequence_parallel=False, moved=False, settings=SETTINGS):
+    """Scores and a whole step: (scores, metrics, gradient of each update, weights afterwards)."""
+    policy = policies.policy(checkpoint, sequence_parallel=sequence_parallel)
+    trainer = policies.trainer(policy.model, learning_rate=RATE, weight_decay=0.0, clip_grad=0.0)
+    kept = reference_policy.ReferencePolicy(policy.model) if settings["kl_coefficient"] else None
+    if moved:  # the policy is no longer its reference
+        policies.one_update(trainer, [sequence for sequence, _, _ in batch])
+        policies.begin(trainer, RATE, weight_decay=0.0, clip_grad=0.0)
+    start = policies.weights(policy)
+    samples = [grpo.Sample(*sample) for sample in batch]
+    options = grpo.StepOptions(objective=objective.ObjectiveOptions(**settings), tokens_per_row=200, **options)
+    step = grpo.PolicyStep(trainer, kept, options, tiny.MERGE)
+    scored = step.score(samples)
+    return start, (scored.trainer, scored.reference), step.update(samples, scored), policies.weights(policy)
+
+
+class Plain:
+    """The same in plain PyTorch: its own loss, loop and AdamW."""
+
+    def __init__(self, checkpoint, start):
+        self.reference = tiny.Reference(checkpoint)
+        self.policy = tiny.Reference(checkpoint)
+        self.policy.model.load_state_dict(start)
+        self.adam = torch.optim.AdamW(self.policy.model.parameters(), RATE, (0.9, 0.95), 1e-8, weight_decay=0.0)
+
+    def scores(self, batch, model):
+        with torch.no_grad():
+            return [model.log_probs(s.prompt, s.completion)[0] for s, _, _ in batch]
+
+    def step(self, batch, epochs, minibatches, old_log_probs):
+        """Means of loss, ratio, clipped share, entropy and KL over all tokens of all updates; gradient norms."""
+        trainer = self.scores(batch, self.policy)
+        kept = self.scores(batch, self.reference)
+        size = len(batch) // minibatches
+        sums, tokens, norms = torch.zeros(5), 0, []
+        for _ in range(epochs):
+            for start in range(0, len(batch), size):
+                total, count = 0.0, 0
+                for index in range(start, start + size):
+                    sequence, engine, advantage = batch[index]
+                    old = engine if old_log_probs == "rollout" else trainer[index]
+                    log_probs, entropy = self.policy.log_probs(sequence.prompt, sequence.completion)
+                    for t in range(len(log_probs)):
+                        ratio = torch.exp(log_probs[t] - old[t])
+                        bounded = torch.clamp(ratio, 0.9, 1.15)
+                        gain = torch.min(ratio * advantage, bounded * advantage)
+                        clipped = bool(ratio > 1.15) if advantage > 0 else bool(ratio < 0.9)
+                        distance = kept[index][t] - log_probs[t]
+                        kl = torch.exp(distance) - distance - 1
+                        loss = -gain + 0.3 * kl - 0.05 * entropy[t]
+                        total, count = total + loss, count + 1
+                        sums += torch.tensor([float(x) for x in (loss, ratio, clipped, entropy[t], kl)])
+                tokens += count
+                for parameter in self.policy.model.parameters():
+                    parameter.grad = torch.zeros_like(parameter)  # without pictures the tower's is 0, not absent
+                (total / count).backward()
+                norms.append(float(torch.stack([p.grad.norm() for p in self.policy.model.parameters()]).norm()))
+                self.adam.step()
+        return (sums / tokens).tolist(), norms
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(epochs=1, minibatches=1, old_log_probs="trainer"),
+        dict(epochs=1, minibatches=1, old_log_probs="rollout"),
+        dict(epochs=2, minibatches=2, old_log_probs="trainer"),
+        dict(epochs=2, minibatches=4, old_log_probs="rollout"),
+    ],
+    ids=str,
+)
+def test_against_plain_pytorch(ranks, checkpoint, batch, options):
+    start, (trainer, kept), metrics, _ = ranks.run(_step, checkpoint, batch, options, moved=True)[0]
+    plain = Plain(checkpoint, start)
+    for found, expected in ((trainer, plain.policy), (kept, plain.reference)):
+        for a, b in zip(found, plain.scores(batch, expected), strict=True):
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
+    (loss, ratio, clipped, entropy, kl), norms = plain.step(batch, **options)
+    # Adam turns rounding into whole steps where a gradient is almost 0, so later updates drift a little.
+    close = 1e-4 if len(norms) == 1 else 2e-3
+    assert metrics["policy/loss"] == pytest.approx(loss, rel=close, abs=close)
+    assert metrics["policy/ratio"] == pytest.approx(ratio, rel=close)
+    assert metrics["policy/entropy"] == pytest.approx(entropy, rel=close)
+    assert metrics["policy/kl"] == pytest.approx(kl, rel=close, abs=close)
+    assert metrics["policy/clip_fraction"] == pytest.approx(clipped, abs=1e-6 if len(norms) == 1 else 0.02)
+    assert metrics["optimizer/grad_norm"] == pytest.approx(sum(norms) / len(norms), rel=close)
+    assert metrics["optimizer/skipped_updates"] == 0
+    if options["old_log_probs"] == "rollout":
+        assert clipped > 0.05  # the clipping is at work
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_layouts(ranks, checkpoint, batch, layout):
+    options = dict(epochs=1, minibatches=2, old_log_probs="rollout")
+    (one,) = ranks.run(_step, checkpoint, batch, options)
+    answers = ranks.run(_step, checkpoint, batch, options, layout.sequence_parallel, **layout.job)
+    for _, _, metrics, _ in answers:
+        assert metrics == pytest.approx(one[2], rel=1e-3, abs=1e-5)
+
+
+def test_data_parallel(ranks, checkpoint, batch):
+    """Two ranks with half of the groups each give the step of one with all of them."""
+    options = dict(epochs=1, minibatches=1, old_log_probs="rollout")
+    (one,) = ranks.run(_step, checkpoint, batch, options)
+    for _, _, metrics, _ in ranks.run(_half, checkpoint, batch, options, world_size=2):
+        assert metrics == pytest.approx(one[2], rel=1e-4, abs=1e-5)
+
+
+def _half(checkpoint, batch, options):
+    from megatron.core import parallel_state
+
+    rank, half = parallel_state.get_data_parallel_rank(), len(batch) // 2
+    return _step(checkpoint, batch[rank * half : (rank + 1) * half], options)
+
+
+def test_first_update_has_ratio_one(ranks, checkpoint, batch):
+    """With the trainer's own log-probabilities nothing is clipped before the first update, and without the
+    coefficients no reference is scored."""
+    settings = {**SETTINGS, "kl_coefficient": 0.0, "entropy_coefficient": 0.0}
+    options = dict(epochs=1, minibatches=1, old_log_probs="trainer")
+    ((_, (_, kept), metrics, _),) = ranks.run(_step, checkpoint, batch, options, settings=settings)
+    tokens = [s.completion.numel() for s, _, _ in batch]
+    mean = sum(n * a for n, (_, _, a) in zip(tokens, batch, strict=True)) / sum(tokens)
+    assert kept is None
+    assert metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["policy/clip_fraction"] == 0
+    assert metrics["policy/kl"] == 0
+    assert metrics["policy/loss"] == pytest.approx(-mean, abs=1e-5)
+
+
+@pytest.mark.ranks(1)
+def test_supervised_update(checkpoint, prompts):
+    """Returns the mean loss a token before its update, and lowers it."""
+    trainer = policies.trainer(policies.policy(checkpoint).model, learning_rate=1e-3)
+    sequences = tiny.make_sequences(prompts)
+    scores = torch.cat(policies.score(trainer, sequences))
+    losses = [grpo.supervised_update(trainer, sequences, 200, tiny.MERGE) for _ in range(3)]
+    assert losses[0] == pytest.approx(-float(scores.mean()), abs=1e-5)
+    assert losses[0] > losses[1] > losses[2]
+
+
+@pytest.mark.ranks(1)
+def test_zero_advantages_and_no_terms(checkpoint, prompts):
+    """A batch that teaches nothing has no gradient and is no error."""
+    policy = policies.policy(checkpoint)
+    trainer = policies.trainer(policy.model, weight_decay=0.0)
+    samples = [grpo.Sample(s, torch.zeros(s.completion.numel()), 0.0) for s in tiny.make_sequences(prompts)]
+    options = grpo.StepOptions(objective.ObjectiveOptions(), 1, 1, "trainer", 256)
+    step = grpo.PolicyStep(trainer, None, options, tiny.MERGE)
+    before = policies.weights(policy)
+    metrics = step.update(samples, step.score(samples))
+    assert metrics["optimizer/grad_norm"] == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in policies.weights(policy).items())
