@@ -74,7 +74,7 @@ def measure(recipe, options) -> list[Line]:
     peer = _Peer(folder, settings.dtype, device)
     requests = [int(n) for n in options.requests.split(",")]
     length = options.prompt_tokens + options.new_tokens
-    trainer = Trainer(policy.model, recipe.rollout.temperature or 1.0, recipe.training.log_prob_chunk)
+    trainer = Trainer(policy.model, recipe.rollout.scoring_temperature, recipe.training.log_prob_chunk)
     trainer.begin(rl_optimizer(recipe))
     engine = RolloutEngine(
         policy.model,
@@ -87,7 +87,7 @@ def measure(recipe, options) -> list[Line]:
             cuda_graphs=settings.cuda_graphs,
         ),
     )
-    sampling = SamplingOptions(options.new_tokens, (), recipe.rollout.temperature or 1.0)
+    sampling = SamplingOptions(options.new_tokens, (), recipe.rollout.scoring_temperature)
     lines = []
     for count in requests:
         prompts = [_prompt(options.prompt_tokens, policy.model.language_model.vocab_size) for _ in range(count)]

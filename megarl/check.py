@@ -148,8 +148,8 @@ def estimate_memory(
     """Bytes on one rank; the CUDA context, NCCL, graphs and fragmentation come on top.
 
     Weights count as split evenly over the tensor-parallel ranks; those that are not (norms, routers) are
-    small.  Gradients are float32.  Beside bfloat16 weights the optimizer keeps float32 masters and two
-    moments, sharded over the data-parallel ranks; float32 weights are their own masters.  Activations are
+    small.  Gradients are float32.  The optimizer's state is sharded over the data-parallel ranks: two moments,
+    and beside bfloat16 weights float32 masters; float32 weights are their own masters.  Activations are
     those of the engine's largest step, one layer at a time, and of a row full of media: upper bounds.
     """
     rollout, training = recipe.rollout, recipe.training
@@ -157,10 +157,7 @@ def estimate_memory(
     sequence_parallel = recipe.parallel.sequence_parallel
     shard = parameters.total // tensor_parallel
     trained = parameters.trainable(recipe.model.freeze) // tensor_parallel
-    if dtype == "bfloat16":
-        optimizer_state = 12 * trained // recipe.parallel.data_parallel_size(world_size)
-    else:
-        optimizer_state = 8 * trained
+    moments_and_masters = 12 if dtype == "bfloat16" else 8
 
     language, vision = layer_stacks(config)
     vocabulary = config.text_config.vocab_size // tensor_parallel
@@ -179,8 +176,8 @@ def estimate_memory(
     return Memory(
         weights=item * shard,
         gradients=4 * trained,
-        optimizer_state=optimizer_state,
-        reference_snapshot=item * shard if recipe.algorithm.kl_coefficient > 0 else 0,
+        optimizer_state=moments_and_masters * trained // recipe.parallel.data_parallel_size(world_size),
+        reference_snapshot=item * trained if recipe.algorithm.kl_coefficient > 0 else 0,
         kv_cache=int(rollout.kv_cache_gb * GIB),
         activations_rollout=4 * rollout.max_requests * vocabulary
         + layer_activations(language, rollout.max_tokens_per_step, item, tensor_parallel, sequence_parallel),
@@ -232,8 +229,8 @@ def check_folders(model: ModelSection, data: DataSection) -> None:
             )
 
 
-def report(recipe: Recipe, world_size: int) -> str:
-    """What the job will be, for people.
+def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":
+    """Everything that can be said against a recipe before Megatron is imported; returns the model's config.
 
     Raises:
         UserError: the recipe cannot run on `world_size` processes, or from the files that it names.
@@ -241,20 +238,30 @@ def report(recipe: Recipe, world_size: int) -> str:
     check_world(recipe, world_size)
     check_folders(recipe.model, recipe.data)
     config = hf_config(recipe.model.path, recipe.model.config)
-    tensor_parallel = recipe.parallel.tensor_model_parallel_size
-    check_heads(config, tensor_parallel)
-    dtypes = ["bfloat16", "float32"] if recipe.model.dtype == "auto" else [recipe.model.dtype]
-    for dtype in dtypes:
+    check_heads(config, recipe.parallel.tensor_model_parallel_size)
+    for dtype in dtypes(recipe):
         check_kv_cache(recipe, config, dtype)
+    return config
 
+
+def dtypes(recipe: Recipe) -> list[str]:
+    """What the weights may be: `auto` is known where the run starts."""
+    return ["bfloat16", "float32"] if recipe.model.dtype == "auto" else [recipe.model.dtype]
+
+
+def report(recipe: Recipe, world_size: int) -> str:
+    """What the job will be, for people; refuses what `refuse` does."""
+    config = refuse(recipe, world_size)
+    kinds = dtypes(recipe)
+    tensor_parallel = recipe.parallel.tensor_model_parallel_size
     algorithm, rollout = recipe.algorithm, recipe.rollout
     longest = recipe.data.max_prompt_tokens + rollout.max_new_tokens
     prompts, group, rollouts = algorithm.prompts_per_step, algorithm.group_size, algorithm.rollouts_per_step
     parameters = count_parameters(config)
     capacities = ", ".join(
-        f"{kv_cache_blocks(recipe, config, dtype) * rollout.block_size_tokens:,} in {dtype}" for dtype in dtypes
+        f"{kv_cache_blocks(recipe, config, dtype) * rollout.block_size_tokens:,} in {dtype}" for dtype in kinds
     )
-    memories = [estimate_memory(recipe, config, parameters, dtype, world_size) for dtype in dtypes]
+    memories = [estimate_memory(recipe, config, parameters, dtype, world_size) for dtype in kinds]
     data_parallel = recipe.parallel.data_parallel_size(world_size)
     updates = algorithm.updates_per_step
     lines = [
@@ -268,7 +275,7 @@ def report(recipe: Recipe, world_size: int) -> str:
         f"projector {parameters.projector:,}, language {parameters.language:,}",
         f"KV cache     tokens on a rank: {capacities}; a request has at most {longest:,}",
         "",
-        f"{'GiB on a rank':<24}" + "".join(f"{dtype:>12}" for dtype in dtypes),
+        f"{'GiB on a rank':<24}" + "".join(f"{dtype:>12}" for dtype in kinds),
     ]
     for title, field in (
         ("weights", "weights"),

@@ -21,8 +21,13 @@ def model_options(recipe: Recipe) -> ModelOptions:
         sequence_parallel=recipe.parallel.sequence_parallel,
         recompute=recipe.training.recompute == "full",
         freeze=tuple(recipe.model.freeze),
-        cuda_graphs=recipe.rollout.cuda_graphs and kernels().gpu,
+        cuda_graphs=cuda_graphs(recipe),
     )
+
+
+def cuda_graphs(recipe: Recipe) -> bool:
+    """Whether decode steps replay CUDA graphs."""
+    return recipe.rollout.cuda_graphs and kernels().gpu
 
 
 def engine_options(recipe: Recipe) -> EngineOptions:
@@ -36,7 +41,7 @@ def engine_options(recipe: Recipe) -> EngineOptions:
         block_size_tokens=r.block_size_tokens,
         enable_prefix_caching=r.enable_prefix_caching,
         enable_chunked_prefill=r.enable_chunked_prefill,
-        cuda_graphs=r.cuda_graphs and kernels().gpu,
+        cuda_graphs=cuda_graphs(recipe),
     )
 
 

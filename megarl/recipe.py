@@ -191,6 +191,11 @@ class RolloutSection(Section):
     cuda_graphs: bool = True
     """Replay the engine's steps as CUDA graphs; ignored without a GPU."""
 
+    @property
+    def scoring_temperature(self) -> float:
+        """Divides the trainer's logits: what was sampled with, or 1 where nothing is sampled (greedy)."""
+        return self.temperature if self.temperature > 0 else 1.0
+
 
 class TrainingSection(Section):
     tokens_per_row: PositiveInt = 4096
@@ -234,7 +239,7 @@ class EvaluationSection(Section):
 
 
 class CheckpointSection(Section):
-    every: NonNegativeInt = 0
+    every: NonNegativeInt = 20
     """RL steps between checkpoints; 0: only at the end and on a signal."""
 
 
@@ -246,7 +251,7 @@ class ObserveSection(Section):
 
 
 class Recipe(Section):
-    seed: NonNegativeInt = 1
+    seed: Annotated[int, Field(ge=0, le=2**32 - 2)] = 1
     """Seed of weights, data order and sampling."""
     run_dir: Annotated[str, Field(min_length=1)] = "runs/default"
     """Folder of everything that the run writes."""
@@ -396,12 +401,6 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
             f"rollout.{key} algorithm.old_log_probs",
             "the trainer knows only the full tempered distribution; set old_log_probs = 'trainer'",
         )
-    yield (
-        r.rollout.top_p < 1 and r.rollout.top_k > 0,
-        "rollout.top_p rollout.top_k",
-        "Megatron samples with one of them; set top_p = 1.0 or top_k = 0",
-    )
-
     yield (
         r.rollout.max_tokens_per_step < r.rollout.max_requests,
         "rollout.max_tokens_per_step rollout.max_requests",

@@ -1,9 +1,13 @@
 """Everything that a run holds, built from its recipe."""
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import megarl.platform.prepare  # noqa: F401
 
 import torch
 import torch.distributed as dist
@@ -17,7 +21,8 @@ from megarl.environments.exact_match import ExactMatch
 from megarl.media.encoder import Encoder
 from megarl.media.item import EncodedPrompt
 from megarl.models.build import Policy, load_policy
-from megarl.models.qwen3_vl.positions import mrope_positions
+from megarl.models.families import FAMILIES
+from megarl.models.hf_config import hf_config
 from megarl.options import engine_options, model_options
 from megarl.recipe import Recipe
 from megarl.rollout.engine import RolloutEngine
@@ -42,15 +47,14 @@ class Run:
     def __post_init__(self):
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
-        self.is_main = dist.get_rank() == 0
         self._sampler = PromptSampler(self.train_prompts, self.recipe.seed)
         self._answers = sorted({prompt.answer for prompt in self.train_prompts})
 
-    @property
+    @cached_property
     def chance(self) -> float:
         """Held-out accuracy of the best constant answer, the most frequent one."""
-        answers = [prompt.answer for prompt in self.test_prompts]
-        return max(answers.count(a) for a in set(answers)) / len(answers)
+        ((_, count),) = Counter(prompt.answer for prompt in self.test_prompts).most_common(1)
+        return count / len(self.test_prompts)
 
     @property
     def merge_size(self) -> int:
@@ -94,11 +98,14 @@ def build_run(recipe: Recipe, folder: Path) -> Run:
     initial = prepare_checkpoint(recipe, folder)
     processor = load_processor(Path(recipe.model.processor) if recipe.model.processor else initial)
     stop_ids = stop_tokens(processor.tokenizer, recipe.rollout.stop)
-    encoder = Encoder(processor, mrope_positions, recipe.data.max_prompt_tokens)
+    family = FAMILIES[hf_config(str(initial), None).model_type]
+    encoder = Encoder(processor, family.load("positions"), recipe.data.max_prompt_tokens)
     train_prompts = _load_prompts(recipe, folder, "train", encoder)
     test_prompts = _load_prompts(recipe, folder, "test", encoder)[: recipe.evaluation.max_prompts]
     policy = load_policy(initial, model_options(recipe))
-    trainer = Trainer(policy.model, recipe.rollout.temperature or 1.0, recipe.training.log_prob_chunk)
+    # One module for both.  The trainer first: its DDP moves the weights into its buffers, and what the engine
+    # captures in CUDA graphs are addresses.
+    trainer = Trainer(policy.model, recipe.rollout.scoring_temperature, recipe.training.log_prob_chunk)
     engine = RolloutEngine(policy.model, engine_options(recipe))
     environment = ExactMatch(recipe.environment.format, recipe.environment.format_reward)
     return Run(

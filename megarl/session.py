@@ -21,7 +21,7 @@ from megarl.platform.launch import StopSignal
 from megarl.recipe import Recipe
 from megarl.rewards import Batch
 from megarl.run import build_run
-from megarl.startup import prepare_data, prepare_folder
+from megarl.startup import keep_recipe, prepare_data, refuse_other_recipe
 from megarl.training import checkpoint
 from megarl.training.grpo import PolicyStep, Scored, supervised_update
 from megarl.training.reduce import over_data_parallel
@@ -37,12 +37,14 @@ class Session:
         self._recipe = recipe
         self._started = time.monotonic()
         self._main = dist.get_rank() == 0
+        folder = Path(recipe.run_dir)
         if self._main:
-            prepare_folder(recipe)
+            refuse_other_recipe(recipe, folder)
             prepare_data(recipe)
         dist.barrier()
-        folder = Path(recipe.run_dir)
         self.run = build_run(recipe, folder)
+        if self._main:
+            keep_recipe(recipe, folder)
         self.sampling = sampling_options(recipe, self.run.stop_ids)
         self.timer = PhaseTimer(torch.cuda.synchronize if kernels().gpu else None)
         self.policy_step: PolicyStep | None = None
@@ -89,6 +91,7 @@ class Session:
         if self._recipe.algorithm.kl_coefficient:
             if self._reference_folder.exists():
                 checkpoint.load_weights(self._reference_folder, run.trainer)
+                run.engine.weights_changed()
             else:
                 checkpoint.save_weights(self._reference_folder, run.trainer)
             reference = ReferencePolicy(run.policy.model)
@@ -157,7 +160,8 @@ class Session:
             return
         if self._accuracy is None:
             self._evaluate(self._step)
-        self._save()
+        if self._step:
+            self._save()
         save_checkpoint(self.run.policy, self.run.folder / "checkpoint", self.run.processor)
         if self._main:
             draw_curve(self.run.folder)

@@ -12,22 +12,22 @@ from megarl.models.random_checkpoint import write_random_checkpoint
 from megarl.models.tiny_processor import build_tiny_processor
 from megarl.recipe import Recipe, load_recipe, save_recipe
 
+_RECIPE = "recipe.yaml"
+
 GENERATORS = {"digits": write_digits}
 """What makes a data folder, by `data.generator`."""
 
 
-def prepare_folder(recipe: Recipe) -> Path:
-    """Makes the run folder and keeps the recipe in it, or finds the same recipe there.  On rank 0 only.
+def refuse_other_recipe(recipe: Recipe, folder: Path) -> None:
+    """Makes the run folder where it is not there.  On rank 0 only.
 
     Raises:
         UserError: the folder holds a run of another recipe.
     """
-    folder = Path(recipe.run_dir)
-    kept = folder / "recipe.yaml"
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = folder / _RECIPE
     if not kept.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        save_recipe(recipe, kept)
-        return folder
+        return
     before, now = load_recipe(kept).model_dump(), recipe.model_dump()
     changed = [f"{k}: {old!r} -> {new!r}" for k, old, new in _differences(before, now)]
     if changed:
@@ -36,7 +36,13 @@ def prepare_folder(recipe: Recipe) -> Path:
             f"run_dir = {recipe.run_dir!r} holds a run of another recipe ({'; '.join(changed[:3])}{more}): "
             "give another run_dir, or remove it"
         )
-    return folder
+
+
+def keep_recipe(recipe: Recipe, folder: Path) -> None:
+    """Writes the resolved recipe, once the run could be built: a start that was refused leaves none."""
+    partial = folder / f"{_RECIPE}.partial"
+    save_recipe(recipe, partial)
+    partial.replace(folder / _RECIPE)
 
 
 def _differences(before: Any, now: Any, key: str = ""):

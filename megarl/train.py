@@ -2,16 +2,18 @@
 
 import sys
 
+from megarl.check import refuse
 from megarl.errors import UserError
 from megarl.platform import launch
-from megarl.recipe import check_world, load_recipe
+from megarl.platform.kernels import kernels
+from megarl.recipe import load_recipe
 
 
 def train(arguments: list[str]) -> None:
     """Runs a recipe from where its run folder stands to its end."""
     recipe = load_recipe(*_recipe_and_overrides(arguments))
-    check_world(recipe, launch.world_size())
-    launch.start(recipe.parallel.tensor_model_parallel_size, recipe.seed, recipe.rollout.cuda_graphs)
+    refuse(recipe, launch.world_size())
+    launch.start(recipe.parallel.tensor_model_parallel_size, recipe.seed, recipe.rollout.cuda_graphs and kernels().gpu)
 
     from megarl.rewards import judge
     from megarl.session import Session

@@ -26,9 +26,8 @@ def pytest_pyfunc_call(pyfuncitem):
         return None
     names = inspect.signature(pyfuncitem.function).parameters.keys() & pyfuncitem.funcargs.keys()
     values = {name: pyfuncitem.funcargs[name] for name in names}
-    world_size, *more = mark.args
-    assert not more, "name tensor_parallel"
-    pyfuncitem.config.stash[_RANKS].run(pyfuncitem.function, world_size=world_size, **mark.kwargs, **values)
+    where = pyfuncitem.module.__name__, pyfuncitem.originalname
+    pyfuncitem.config.stash[_RANKS].run_named(*where, (), values, *mark.args, **mark.kwargs)
     return True
 
 

@@ -84,11 +84,26 @@ class Ranks:
             RankFailed: with the traceback of the first rank that raised, or the ranks that did not answer
                 within `timeout` seconds.  The pool is started anew next time.
         """
+        return self.run_named(
+            function.__module__, function.__qualname__, args, kwargs, world_size, tensor_parallel, timeout
+        )
+
+    def run_named(
+        self,
+        module: str,
+        name: str,
+        args: tuple,
+        kwargs: dict,
+        world_size: int = 1,
+        tensor_parallel: int = 1,
+        timeout: float = 120,
+    ) -> list[Any]:
+        """`run` for a function that is called something else than where it is found, as hypothesis' are."""
         pool = self._pools.get(world_size)
         if pool is None:
             pool = self._pools[world_size] = _Pool(world_size)
         try:
-            return pool.run(_Job(function.__module__, function.__qualname__, args, kwargs, tensor_parallel), timeout)
+            return pool.run(_Job(module, name, args, kwargs, tensor_parallel), timeout)
         except BaseException:
             self._pools.pop(world_size).end()
             raise

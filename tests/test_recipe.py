@@ -411,11 +411,6 @@ TINY = "model.tiny_processor"
         ),
         (
             MINIMAL,
-            ["rollout.top_p=0.9", "rollout.top_k=20"],
-            "rollout.top_p = 0.9, rollout.top_k = 20: Megatron samples with one of them",
-        ),
-        (
-            MINIMAL,
             ["rollout.max_tokens_per_step=256"],
             "rollout.max_tokens_per_step = 256, rollout.max_requests = 512: every decoding request",
         ),

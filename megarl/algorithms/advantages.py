@@ -17,11 +17,11 @@ def group_std(rewards: Tensor, epsilon: float = 1e-6) -> Tensor:
     Returns:
         float32 `[groups, rollouts]`.
     """
-    return group_mean(rewards) / (rewards.std(dim=1, keepdim=True) + epsilon)
+    return group_mean(rewards) / (rewards.std(dim=1, keepdim=True) + epsilon)  # 0 / epsilon where constant
 
 
 def group_mean(rewards: Tensor) -> Tensor:
-    """r - mean within each group.  Dr. GRPO (Liu et al. 2025, arXiv 2503.20783).
+    """r - mean within each group; 0 where all rewards are equal.  Dr. GRPO (Liu et al. 2025, arXiv 2503.20783).
 
     Args:
         rewards: float32 `[groups, rollouts]`.
@@ -29,7 +29,10 @@ def group_mean(rewards: Tensor) -> Tensor:
     Returns:
         float32 `[groups, rollouts]`.
     """
-    return rewards - rewards.mean(dim=1, keepdim=True)
+    # Exactly 0: the mean of equal rewards may differ from them in the last bit, which a division by their
+    # standard deviation would blow up.
+    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    return centred.masked_fill(constant_groups(rewards)[:, None], 0.0)
 
 
 ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {"group_std": group_std, "group_mean": group_mean}

@@ -14,7 +14,7 @@ class Prompt:
     answer: str
     """Ground truth, given to the reward only."""
     source: str
-    """Name of the data set or task that the row comes from; metrics are split by it."""
+    """Name of the data set or task that the row comes from."""
 
     @property
     def media_paths(self) -> tuple[Path, ...]:

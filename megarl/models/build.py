@@ -1,6 +1,7 @@
 """From a Hugging Face checkpoint to the policy on this rank, and back."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,14 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.bridge import AutoBridge
 from safetensors.torch import save_file
-from transformers import AutoConfig
 
-from megarl.errors import UserError
-from megarl.models.qwen3_vl.model import Qwen3VL
+from megarl.models.families import FAMILIES
+from megarl.models.hf_config import hf_config
 from megarl.platform.kernels import kernels
-
-FAMILIES = {"Qwen3VLForConditionalGeneration": Qwen3VL}
-"""Model class by the architecture that a Hugging Face config names."""
 
 _SHARD_BYTES = 4 << 30
 
@@ -48,14 +45,10 @@ def load_policy(folder: Path, options: ModelOptions) -> Policy:
     Raises:
         UserError: no checkpoint there, or a family that megarl does not know.
     """
-    if not (folder / "config.json").is_file():
-        raise UserError(f"model.path: no config.json in '{folder}': give the folder of a Hugging Face checkpoint")
-    architecture = (AutoConfig.from_pretrained(folder).architectures or ["none"])[0]
-    if architecture not in FAMILIES:
-        raise UserError(f"model.path: architecture '{architecture}' is not supported: one of {', '.join(FAMILIES)}")
+    family = FAMILIES[hf_config(str(folder), None).model_type]
     bridge = AutoBridge.from_hf_pretrained(folder)
     config = _megatron_config(bridge, options)
-    model = FAMILIES[architecture](config).to("cuda" if kernels().gpu else "cpu", options.dtype)
+    model = family.load("model")(config).to("cuda" if kernels().gpu else "cpu", options.dtype)
     bridge.load_hf_weights([model])
     if options.freeze:
         frozen = {part: part in options.freeze for part in ("language", "vision", "projector")}
@@ -97,6 +90,7 @@ def _megatron_config(bridge: AutoBridge, options: ModelOptions):
     for name, value in settings.items():
         setattr(config, name, value)
     config.finalize()
+    # Some of Bridge's providers switch it on by themselves where tensor parallelism is on.
     config.sequence_parallel = options.sequence_parallel
     return config
 
@@ -115,26 +109,18 @@ def save_checkpoint(policy: Policy, folder: Path, processor) -> None:
         writer.close()
         policy.bridge.hf_pretrained.config.save_pretrained(writer.folder)
         processor.save_pretrained(writer.folder)
+        old = folder.with_name(folder.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
-            old = folder.with_name(folder.name + ".old")
             folder.rename(old)
-            writer.folder.rename(folder)
-            _remove(old)
-        else:
-            writer.folder.rename(folder)
+        writer.folder.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
-
-
-def _remove(folder: Path) -> None:
-    for file in folder.iterdir():
-        file.unlink()
-    folder.rmdir()
 
 
 class _ShardWriter:
     def __init__(self, folder: Path):
-        if folder.exists():
-            _remove(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self.folder = folder
         self._shard: dict[str, torch.Tensor] = {}

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.errors import UserError
+from megarl.models.families import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-FAMILIES = ("qwen3_vl",)
-"""`model_type` of the models that megarl builds."""
 
 
 def hf_config(path: str | None, inline: dict | None) -> "PreTrainedConfig":

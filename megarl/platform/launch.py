@@ -23,8 +23,9 @@ from megarl.errors import UserError
 from megarl.platform.kernels import kernels
 
 USER_ERROR, BUG = 2, 1
-_FAILED = "megarl/failed"
+_FAILED = f"megarl/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 _POLL_SECONDS = 0.5
+_SAME_SIGNAL_SECONDS = 5.0
 
 
 def rank() -> int:
@@ -138,11 +139,13 @@ class StopSignal:
     """Remembers that SIGTERM or SIGINT came, so that the loop can stop at a safe point."""
 
     def __init__(self):
-        self._came: int | None = None
+        self._came: float | None = None
+        """When the first one came, on the monotonic clock."""
 
     @contextmanager
     def caught(self):
-        """Inside, the first signal is remembered; a second one ends the process at once."""
+        """Inside, the first signal is remembered; one that comes seconds later ends the process at once.
+        Schedulers signal every process and torchrun passes its own on, so two at once are one request."""
         previous = {s: signal.signal(s, self._handle) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield self
@@ -151,10 +154,11 @@ class StopSignal:
                 signal.signal(number, handler)
 
     def _handle(self, number, frame) -> None:
-        if self._came is not None:
+        now = time.monotonic()
+        if self._came is not None and now > self._came + _SAME_SIGNAL_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self._came = number
+        self._came = self._came or now
 
     def agreed(self) -> bool:
         """Whether any rank was asked to stop.  Collective."""

@@ -17,7 +17,7 @@ from megarl.media.item import EncodedPrompt
 from megarl.rollout.context import MediaContext, MediaWrapper
 from megarl.rollout.features import FeatureCache
 from megarl.rollout.prompts import build_prompt_table, prefix_hashes
-from megarl.rollout.sampling import Sampler, SamplingOptions
+from megarl.rollout.sampling import Sampler, SamplingOptions, group_keys
 from megarl.rollout.stepping import Controller, SteppingEngine
 
 
@@ -131,7 +131,6 @@ class RolloutEngine:
             self._begin(prompts, options, group_size, keys or list(range(len(prompts))))
             while self._engine.has_unfinished_requests():
                 self._engine.step_modern()
-            self._context.prompts = None
         return self._collect(prompts, options, group_size)
 
     def _begin(self, prompts, options: SamplingOptions, group_size: int, keys: list[int]) -> None:
@@ -139,8 +138,7 @@ class RolloutEngine:
         prompt_of_request = torch.arange(len(prompts)).repeat_interleave(group_size)
         self._context.prompts = build_prompt_table(prompts, prompt_of_request, features, rows)
         self._sampler.options = options
-        place = np.tile(np.arange(group_size, dtype=np.uint64), len(prompts))
-        self._sampler.keys = np.repeat(np.array(keys, dtype=np.uint64), group_size) + place
+        self._sampler.keys = group_keys(np.array(keys, dtype=np.uint64), group_size)
         self._engine.controller.begin(options.stop_ids)
         self._engine.begin(len(prompts) * group_size, options.max_new_tokens)
         for request, index in enumerate(prompt_of_request.tolist()):
@@ -160,6 +158,11 @@ class RolloutEngine:
                     precomputed_block_hashes=copy.copy(hashes),
                 )
             )
+            if self._engine.failed_request_ids:
+                raise RuntimeError(
+                    f"the engine has no room for a prompt of {len(ids)} tokens and {options.max_new_tokens} new ones: "
+                    f"{self._options}"
+                )
 
     def _hashes(self, prompt: EncodedPrompt) -> list[int]:
         if not self._options.enable_prefix_caching:
@@ -198,6 +201,9 @@ class RolloutEngine:
         finally:
             if collected:
                 gc.enable()
+            if self._engine.has_unfinished_requests():  # an exception is on its way
+                self._engine.reset()
+            self._context.prompts = None
             self._engine.suspend()
             # Scratch made under torch.inference_mode cannot be written by a training forward.
             get_global_memory_buffer().buffer.clear()

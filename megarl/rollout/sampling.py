@@ -2,7 +2,7 @@
 
 A draw is a function of the rollout's key, the token's place and the logits: no generator has a state.
 The same rollout is sampled the same way whatever else is in the batch, on every tensor-parallel rank, and
-after a resume.
+after a resume.  `Sampler.sample_kernel` is where the engine's log-probabilities come from.
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,20 @@ class SamplingOptions:
     """Most probable tokens kept; 0 keeps all."""
 
 
+def group_keys(keys: np.ndarray, group_size: int) -> np.ndarray:
+    """uint64 `[prompts * group_size]`: one key per rollout from one per prompt (uint64 `[prompts]`)."""
+    place = np.tile(np.arange(group_size, dtype=np.uint64), len(keys))
+    return _mix(np.repeat(keys, group_size), place)
+
+
 def uniform(keys: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """float32 `[n]` in [0, 1) from two int64 `[n]`: SplitMix64's finaliser over both (Steele, Lea and
-    Flood, "Fast splittable pseudorandom number generators", 2014), upper 24 bits."""
+    """float64 `[n]` in [0, 1) from a key (uint64 `[n]`) and a token's place (integer `[n]`): upper 53 bits."""
+    return (_mix(keys, places) >> np.uint64(11)).astype(np.float64) / (1 << 53)
+
+
+def _mix(keys: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """uint64 `[n]`: SplitMix64's finaliser, twice, over both (Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators", 2014)."""
     with np.errstate(over="ignore"):
         z = keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + places.astype(np.uint64)
         for _ in range(2):
@@ -36,7 +47,7 @@ def uniform(keys: np.ndarray, places: np.ndarray) -> np.ndarray:
             z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             z ^= z >> np.uint64(31)
-    return (z >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24)
+    return z
 
 
 def filtered_log_probs(logits: Tensor, options: SamplingOptions) -> Tensor:
@@ -53,7 +64,7 @@ def filtered_log_probs(logits: Tensor, options: SamplingOptions) -> Tensor:
     if options.temperature not in (0.0, 1.0):
         log_probs = log_probs / options.temperature
     if options.top_k:
-        kth = log_probs.topk(options.top_k, dim=-1).values[:, -1:]
+        kth = log_probs.topk(min(options.top_k, log_probs.shape[-1]), dim=-1).values[:, -1:]
         log_probs = log_probs.masked_fill(log_probs < kth, -torch.inf)
     if options.top_p < 1.0:
         ordered, order = log_probs.sort(dim=-1, descending=True)
@@ -64,11 +75,12 @@ def filtered_log_probs(logits: Tensor, options: SamplingOptions) -> Tensor:
 
 
 def draw(log_probs: Tensor, uniforms: Tensor | None) -> Tensor:
-    """int64 `[n]`: the token at each row's `uniforms` (float32 `[n]`) of the cumulative distribution, or
+    """int64 `[n]`: the token at each row's `uniforms` (float64 `[n]`) of the cumulative distribution, or
     the most probable one where `uniforms` is None."""
     if uniforms is None:
         return log_probs.argmax(-1)
-    cumulative = log_probs.exp().cumsum(-1)
+    # float64: rounding in float32 can step over an improbable token onto one that was cut off.
+    cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1]
     target = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]

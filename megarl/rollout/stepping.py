@@ -65,6 +65,8 @@ class Controller(TextGenerationController):
         requests = context.request_ids[active].long()
         goes_on = context.get_active_sequence_lengths() + 1 < context.get_max_sequence_lengths()
         goes_on &= ~torch.isin(sampled, self._stop_ids)
+        # A prompt that is not whole yet goes on whatever its last place predicted.
+        goes_on |= requests == context.chunked_prefill_request_id
         updated = context.update_requests(goes_on.byte(), sampled.clone(), None)
         return {
             "active_request_ids": requests,

@@ -16,15 +16,22 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 def latest(folder: Path) -> Path | None:
     """The newest whole checkpoint of a run, or None."""
     pointer = folder / _LATEST
-    return folder / pointer.read_text().strip() if pointer.is_file() else None
+    named = folder / pointer.read_text().strip() if pointer.is_file() else None
+    return named if named and (named / _PROGRESS).is_file() else None
 
 
 def save(folder: Path, name: str, trainer: Trainer, progress: dict) -> None:
     """Writes `folder/name` and then points `latest` to it; older ones go.  Collective.
 
+    Nothing is done where `latest` is `name` already: the same step has the same state.
+
     Args:
         progress: plain values that tell the run where it was; rank 0's are kept.
     """
+    there = latest(folder)
+    dist.barrier()  # every rank has looked before rank 0 writes
+    if there == folder / name:
+        return
     partial = folder / f"{name}.partial"
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)

@@ -56,8 +56,8 @@ def token_log_probs(
 def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, first: int, temperature: float, group) -> Tensor:
     """`[c, hidden]` to float32 `[2, c]`; `first` is the id of this rank's first vocabulary entry.
 
-    With z the logits over all ranks and m their maximum, S = sum exp(z - m) and T = sum exp(z - m) z:
-    log p(t) = z_t - m - log S, entropy = m + log S - T / S.
+    With s = z - m the logits less their maximum over all ranks, S = sum exp(s) and T = sum exp(s) s:
+    log p(t) = s_t - log S, entropy = log S - T / S.
     """
     logits = (hidden @ weight.t()).float() / temperature
     maximum = logits.detach().max(dim=-1).values

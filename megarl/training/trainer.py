@@ -106,10 +106,12 @@ class Trainer:
     def score(self, rows: Sequence[PackedRow]) -> list[Tensor]:
         """Log-probabilities of the rows' completion tokens under the present weights: one float32
         `[completion tokens]` per row, on the CPU."""
+        training = self._ddp.training
         self._ddp.eval()
-        out = self._run(rows, lambda row, output: output[0].cpu(), forward_only=True)
-        self._ddp.train()
-        return out
+        try:
+            return self._run(rows, lambda row, output: output[0].cpu(), forward_only=True)
+        finally:
+            self._ddp.train(training)
 
     def update(self, rows: Sequence[PackedRow], loss: Callable[[PackedRow, Tensor, Tensor], tuple[Tensor, Tensor]]):
         """One optimizer step on the rows of this rank.

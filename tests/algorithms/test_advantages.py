@@ -58,3 +58,11 @@ def test_scale_and_shift(rewards, scale, shift):
     moved = rewards * scale + shift
     torch.testing.assert_close(group_mean(moved), group_mean(rewards) * scale, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(group_std(moved), group_std(rewards), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1.1, 1.2])
+def test_equal_rewards_that_are_not_exact_in_binary_teach_nothing(name, reward):
+    """The mean of 12 times 1.1 is not 1.1 in float32; divided by the deviation it became an advantage of 0.1."""
+    for size in range(2, 41):
+        assert (ADVANTAGES[name](torch.full((3, size), reward)) == 0).all()

@@ -93,7 +93,8 @@ class Qwen3VL(Qwen3VLModel):
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
         self.model_type = ModelType.encoder_or_decoder  # asked for by Megatron's schedules
-        # The angles belong to the tokens of the row as it is: never sliced by rank inside the rotary module.
+        # The angles belong to the tokens of the row as it is.  With False, Bridge's rotary module would take the
+        # row for a whole unpacked sequence and slice it by context-parallel rank.
         self.language_model.rotary_pos_emb.is_thd_format = True
 
     @property

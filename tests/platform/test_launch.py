@@ -1,0 +1,145 @@
+"""How a job ends, with real torchrun and two processes."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megarl.platform.launch import StopSignal
+from tests import commands
+
+HEAD = """\
+import sys, time
+import torch, torch.distributed as dist
+from megarl.errors import UserError
+from megarl.platform import launch
+
+def body(arguments):
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    print(f"started {rank}", flush=True)
+"""
+TAIL = """
+sys.exit(launch.command(body, sys.argv[1:]))
+"""
+
+
+def job(tmp_path, body: str, processes: int = 2, timeout: float = 90) -> tuple[commands.Result, float]:
+    """Output of the script under torchrun, and the seconds from the first rank's start to the end."""
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + "".join(f"    {line}\n" for line in body.splitlines()) + TAIL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=commands.ROOT,
+    )
+    first = process.stdout.readline()
+    begin = time.monotonic()
+    result = commands.finish(process, timeout)
+    return commands.Result(result.code, first + result.out, result.err), time.monotonic() - begin
+
+
+def ours(result) -> list[str]:
+    return [line for line in result.err.splitlines() if line.startswith("megarl: ")]
+
+
+def exit_codes(result) -> set[str]:
+    """Of the workers, in torchrun's summary."""
+    return set(re.findall(r"exitcode *: *(-?\d+)", result.err))
+
+
+def test_success(tmp_path):
+    result, _ = job(tmp_path, "dist.barrier()\nprint('done', rank)")
+    assert result.code == 0
+    assert sorted(line for line in result.out.splitlines() if line.startswith("done")) == ["done 0", "done 1"]
+    assert ours(result) == []
+
+
+def test_mistake_on_all_ranks(tmp_path):
+    """One line, once; no traceback of ours."""
+    result, _ = job(tmp_path, "raise UserError('steps = x: should be an integer')")
+    assert ours(result) == ["megarl: error: steps = x: should be an integer"]
+    assert exit_codes(result) == {"2"}
+    assert "script.py" not in re.sub(r"\S*script\.py FAILED", "", result.err)  # no line of a traceback
+
+
+def test_mistake_on_one_rank(tmp_path):
+    """Rank 0 says it, although it waits in a collective for the rank that failed."""
+    result, seconds = job(tmp_path, "if rank == 1:\n    raise UserError('only here')\ndist.barrier()")
+    assert ours(result) == ["megarl: error: only here"]
+    assert exit_codes(result) == {"2"}
+    assert seconds < 15
+
+
+@pytest.mark.parametrize("wait", ["dist.barrier()", "dist.all_reduce(torch.ones(3))", "time.sleep(600)"])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_bug_on_one_rank(tmp_path, culprit, wait):
+    """Both ranks end within seconds; the traceback and its message are on the screen."""
+    result, seconds = job(tmp_path, f"if rank == {culprit}:\n    raise ValueError('the culprit')\n{wait}")
+    assert seconds < 15
+    assert result.code != 0
+    assert "ValueError: the culprit" in result.err and "Traceback" in result.err
+    if culprit == 1:
+        assert ours(result) == ["megarl: rank 1 failed: ValueError: the culprit"]
+    assert "1" in exit_codes(result)
+
+
+def test_end_of_a_rank_without_a_word(tmp_path):
+    """A rank that is killed, as by the kernel for memory: torchrun ends the others."""
+    body = "import os, signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
+    result, seconds = job(tmp_path, body)
+    assert result.code != 0
+    assert seconds < 45
+
+
+def test_one_process_without_torchrun(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom megarl.errors import UserError\nfrom megarl.platform import launch\n"
+        "def body(arguments):\n    raise UserError(f'got {arguments}')\n"
+        "sys.exit(launch.command(body, sys.argv[1:]))\n"
+    )
+    result = subprocess.run([sys.executable, script, "a", "b=1"], capture_output=True, text=True, cwd=commands.ROOT)
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", "megarl: error: got ['a', 'b=1']\n")
+
+
+def test_stop_signal_is_remembered():
+    """The first signal does not interrupt; the handlers are as before afterwards."""
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with StopSignal().caught() as stop:
+        assert stop._came is None
+        signal.raise_signal(signal.SIGTERM)
+        assert stop._came is not None
+        signal.raise_signal(signal.SIGINT)  # at once: the same request from another sender
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_a_later_signal_ends_the_process(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import signal, time\nfrom megarl.platform import launch\nlaunch._SAME_SIGNAL_SECONDS = 0.1\n"
+        "with launch.StopSignal().caught():\n"
+        "    signal.raise_signal(signal.SIGTERM)\n    print('goes on', flush=True)\n    time.sleep(0.3)\n"
+        "    signal.raise_signal(signal.SIGTERM)\n    print('never')\n"
+    )
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=commands.ROOT)
+    assert (result.returncode, result.stdout) == (-signal.SIGTERM, "goes on\n")
+
+
+def test_stop_is_agreed_by_all_ranks(tmp_path):
+    body = """\
+import os, signal
+with launch.StopSignal().caught() as stop:
+    print('before', stop.agreed(), flush=True)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    print('after', stop.agreed(), flush=True)"""
+    result, _ = job(tmp_path, body)
+    assert result.code == 0, result.err
+    assert [line for line in result.out.splitlines() if line.startswith("before")] == ["before False"] * 2
+    assert [line for line in result.out.splitlines() if line.startswith("after")] == ["after True"] * 2
