@@ -302,7 +302,7 @@ def test_unsupported_architecture(recipe, tmp_path):
     build_tiny_processor(folder, tiny.ALPHABET, 128, 4, 2, 2, 256, 256)
     (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
     line = commands.fork(tmp_path, recipe, f"run_dir={tmp_path / 'run'}", *from_folder(folder)).refusal()
-    assert "LlamaForCausalLM" in line and "Qwen3VLForConditionalGeneration" in line
+    assert "llama" in line.lower() and "qwen3_vl" in line
 
 
 def test_no_checkpoint(recipe, tmp_path):

