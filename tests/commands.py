@@ -41,6 +41,7 @@ def start(*arguments, processes: int | None = None, cwd: Path | None = None) -> 
         text=True,
         env=environment,
         cwd=cwd,
+        start_new_session=True,  # so that a test can signal all that belongs to it, as torchrun and schedulers do
     )
 
 

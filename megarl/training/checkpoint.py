@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import signal
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import torch.distributed as dist
@@ -37,7 +40,8 @@ def save(folder: Path, name: str, trainer: Trainer, progress: dict) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_state(trainer, is_loading=False), str(partial))
+    with _signals_held_back():
+        dist_checkpointing.save(_state(trainer, is_loading=False), str(partial))
     dist.barrier()
     if dist.get_rank() == 0:
         (partial / _PROGRESS).write_text(json.dumps(progress))
@@ -76,7 +80,8 @@ def save_weights(folder: Path, trainer: Trainer) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save({"model": _model_state(trainer)}, str(partial))
+    with _signals_held_back():
+        dist_checkpointing.save({"model": _model_state(trainer)}, str(partial))
     dist.barrier()
     if dist.get_rank() == 0:
         partial.rename(folder)
@@ -87,6 +92,18 @@ def load_weights(folder: Path, trainer: Trainer) -> None:
     """Fills the weights alone.  Collective."""
     state = dist_checkpointing.load({"model": _model_state(trainer)}, str(folder))
     trainer.model.load_state_dict(state["model"])
+
+
+@contextmanager
+def _signals_held_back():
+    """Inside, SIGTERM and SIGINT wait.  The process that Megatron starts at its first save, and keeps, inherits
+    this: torchrun stops a job by a signal to whole process groups, and without that process nothing is saved."""
+    resource_tracker.ensure_running()  # it is started with the first process, and its start lets the signals through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _model_state(trainer: Trainer) -> dict:
