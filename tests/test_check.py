@@ -134,6 +134,10 @@ def test_module_runs_as_a_command():
         ),
         (["model.config.model_type=nope"], "model.config: Unrecognized model identifier: nope."),
         (
+            ["model.config.architectures=[Qwen3VLModel]"],
+            "model.config has architectures ['Qwen3VLModel']: should be ['Qwen3VLForConditionalGeneration']",
+        ),
+        (
             ["model.config.model_type=llava"],
             "model.config has model_type 'llava': should be one of qwen3_vl",
         ),

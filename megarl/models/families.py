@@ -11,6 +11,8 @@ class Family:
 
     model_type: str
     """As a Hugging Face config names it."""
+    architecture: str
+    """Likewise: the class in transformers whose weights it has."""
     model: str
     """The model's class; constructed with Bridge's finalised provider."""
     positions: str
@@ -27,6 +29,7 @@ FAMILIES = {
     for family in (
         Family(
             model_type="qwen3_vl",
+            architecture="Qwen3VLForConditionalGeneration",
             model="megarl.models.qwen3_vl.model:Qwen3VL",
             positions="megarl.models.qwen3_vl.positions:mrope_positions",
         ),

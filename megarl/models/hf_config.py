@@ -34,6 +34,9 @@ def hf_config(path: str | None, inline: dict | None) -> "PreTrainedConfig":
         raise UserError(f"{source}: {' '.join(str(error).split())[:200]}") from None
     if config.model_type not in FAMILIES:
         raise UserError(f"{source} has model_type {config.model_type!r}: should be one of {', '.join(FAMILIES)}")
+    expected = FAMILIES[config.model_type].architecture
+    if config.architectures != [expected]:
+        raise UserError(f"{source} has architectures {config.architectures!r}: should be [{expected!r}]")
     for key in _unknown_keys(inline or {}, config):
         raise UserError(f"unknown key 'model.config.{key}': transformers reads no such key of {config.model_type}")
     return config
