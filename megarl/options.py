@@ -3,6 +3,7 @@
 import torch
 
 from megarl.algorithms.objective import ObjectiveOptions
+from megarl.errors import UserError
 from megarl.models.build import ModelOptions
 from megarl.platform.kernels import kernels
 from megarl.recipe import Recipe
@@ -13,7 +14,13 @@ from megarl.training.trainer import OptimizerOptions
 
 
 def model_options(recipe: Recipe) -> ModelOptions:
-    """How this machine builds the recipe's model."""
+    """How this machine builds the recipe's model.
+
+    Raises:
+        UserError: its kernels cannot compute in the type that the recipe asks for.
+    """
+    if recipe.model.dtype == "float32" and kernels().attention == "flash-attn-4":
+        raise UserError("model.dtype = 'float32': FlashAttention-4 takes bfloat16 only; should be 'bfloat16' or 'auto'")
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(recipe.model.dtype)
     return ModelOptions(
         dtype=dtype or (torch.bfloat16 if kernels().gpu else torch.float32),

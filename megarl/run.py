@@ -18,6 +18,7 @@ from megarl.data.prompt import Prompt
 from megarl.data.prompts import check_rejected, load_prompts, write_rejections
 from megarl.data.sampler import PromptSampler, shard
 from megarl.environments.exact_match import ExactMatch
+from megarl.errors import UserError
 from megarl.media.encoder import Encoder
 from megarl.media.item import EncodedPrompt
 from megarl.models.build import Policy, load_policy
@@ -101,6 +102,8 @@ def build_run(recipe: Recipe, folder: Path) -> Run:
     family = FAMILIES[hf_config(str(initial), None).model_type]
     encoder = Encoder(processor, family.load("positions"), recipe.data.max_prompt_tokens)
     train_prompts = _load_prompts(recipe, folder, "train", encoder)
+    if recipe.warmup:
+        _refuse_long_answers(recipe, processor.tokenizer, train_prompts)
     test_prompts = _load_prompts(recipe, folder, "test", encoder)[: recipe.evaluation.max_prompts]
     policy = load_policy(initial, model_options(recipe))
     # One module for both.  The trainer first: its DDP moves the weights into its buffers, and what the engine
@@ -130,6 +133,18 @@ def _load_prompts(recipe: Recipe, folder: Path, split: str, encoder: Encoder) ->
         write_rejections(rejections, folder / f"rejected_{split}.jsonl")
     check_rejected(file, prompts, rejections, recipe.data.max_rejected_fraction)
     return prompts
+
+
+def _refuse_long_answers(recipe: Recipe, tokenizer: Any, prompts: list[Prompt]) -> None:
+    """A supervised target must fit where a sampled one does, so that it fits into a row."""
+    most = recipe.rollout.max_new_tokens
+    for answer in sorted({prompt.answer for prompt in prompts}):
+        tokens = len(tokenizer.encode(answer, add_special_tokens=False, split_special_tokens=True)) + 1
+        if tokens > most:
+            raise UserError(
+                f"warmup: the answer {answer[:40]!r} has {tokens} tokens with its end token, "
+                f"rollout.max_new_tokens = {most}: raise it, or set warmup = null"
+            )
 
 
 def draw_key(seed: int, purpose: str, step: int, place: int) -> int:

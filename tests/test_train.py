@@ -271,6 +271,7 @@ def test_refusal_two_processes(tmp_path):
         (["model.init_std=-1"], ["model.init_std", "-1"]),
         (["rollout.stop=['<|nothing|>']"], ["rollout.stop", "<|nothing|>"]),
         (["model.config.text_config.hidden_sise=3"], ["hidden_sise"]),
+        (["rollout.max_new_tokens=1"], ["warmup", "answer '0' has 2 tokens", "rollout.max_new_tokens = 1"]),
         (["data.max_prompt_tokens=4"], ["train.jsonl", "1437 of 1437", "max_prompt_tokens = 4"]),
     ],
     ids=str,
