@@ -22,8 +22,7 @@ from megarl.errors import UserError
 from megarl.media.encoder import Encoder
 from megarl.media.item import EncodedPrompt
 from megarl.models.build import Policy, load_policy
-from megarl.models.families import FAMILIES
-from megarl.models.hf_config import hf_config
+from megarl.models.hf_config import family_of
 from megarl.options import engine_options, model_options
 from megarl.recipe import Recipe
 from megarl.rollout.engine import RolloutEngine
@@ -82,8 +81,8 @@ class Run:
         return [self._target(prompt, answer) for prompt, answer in pairs]
 
     def _target(self, prompt: Prompt, answer: str) -> TokenSequence:
-        ids = self.processor.tokenizer.encode(answer, add_special_tokens=False, split_special_tokens=True)
-        return TokenSequence(self.encoder.encode(prompt), torch.tensor([*ids, self.stop_ids[0]]))
+        ids = [*_answer_ids(self.processor.tokenizer, answer), self.stop_ids[0]]
+        return TokenSequence(self.encoder.encode(prompt), torch.tensor(ids))
 
     def text(self, ids: torch.Tensor) -> str:
         """A completion's text without its stop token."""
@@ -99,8 +98,7 @@ def build_run(recipe: Recipe, folder: Path) -> Run:
     initial = prepare_checkpoint(recipe, folder)
     processor = load_processor(Path(recipe.model.processor) if recipe.model.processor else initial)
     stop_ids = stop_tokens(processor.tokenizer, recipe.rollout.stop)
-    family = FAMILIES[hf_config(str(initial), None).model_type]
-    encoder = Encoder(processor, family.load("positions"), recipe.data.max_prompt_tokens)
+    encoder = Encoder(processor, family_of(initial).load("positions"), recipe.data.max_prompt_tokens)
     train_prompts = _load_prompts(recipe, folder, "train", encoder)
     if recipe.warmup:
         _refuse_long_answers(recipe, processor.tokenizer, train_prompts)
@@ -135,11 +133,16 @@ def _load_prompts(recipe: Recipe, folder: Path, split: str, encoder: Encoder) ->
     return prompts
 
 
+def _answer_ids(tokenizer: Any, answer: str) -> list[int]:
+    """A supervised target without its stop token; special tokens that it spells out are ordinary text."""
+    return tokenizer.encode(answer, add_special_tokens=False, split_special_tokens=True)
+
+
 def _refuse_long_answers(recipe: Recipe, tokenizer: Any, prompts: list[Prompt]) -> None:
     """A supervised target must fit where a sampled one does, so that it fits into a row."""
     most = recipe.rollout.max_new_tokens
     for answer in sorted({prompt.answer for prompt in prompts}):
-        tokens = len(tokenizer.encode(answer, add_special_tokens=False, split_special_tokens=True)) + 1
+        tokens = len(_answer_ids(tokenizer, answer)) + 1
         if tokens > most:
             raise UserError(
                 f"warmup: the answer {answer[:40]!r} has {tokens} tokens with its end token, "

@@ -54,13 +54,11 @@ def _differences(before: Any, now: Any, key: str = ""):
 
 
 def prepare_data(recipe: Recipe) -> None:
-    """Generates the data folder where the recipe says how and it is not there.  On rank 0 only."""
+    """Generates the data folder where it is not there; `megarl.check` has refused a recipe that does not say how.
+    On rank 0 only."""
     folder = Path(recipe.data.path)
-    if folder.exists():
-        return
-    if recipe.data.generator is None:
-        raise UserError(f"data.path: folder '{folder}' does not exist, and data.generator is not set")
-    GENERATORS[recipe.data.generator](folder)
+    if not folder.exists():
+        GENERATORS[recipe.data.generator](folder)
 
 
 def prepare_checkpoint(recipe: Recipe, folder: Path) -> Path:

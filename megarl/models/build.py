@@ -12,8 +12,7 @@ import torch.distributed as dist
 from megatron.bridge import AutoBridge
 from safetensors.torch import save_file
 
-from megarl.models.families import FAMILIES
-from megarl.models.hf_config import hf_config
+from megarl.models.hf_config import family_of
 from megarl.platform.kernels import kernels
 
 _SHARD_BYTES = 4 << 30
@@ -45,7 +44,7 @@ def load_policy(folder: Path, options: ModelOptions) -> Policy:
     Raises:
         UserError: no checkpoint there, or a family that megarl does not know.
     """
-    family = FAMILIES[hf_config(str(folder), None).model_type]
+    family = family_of(folder)
     bridge = AutoBridge.from_hf_pretrained(folder)
     config = _megatron_config(bridge, options)
     model = family.load("model")(config).to("cuda" if kernels().gpu else "cpu", options.dtype)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.errors import UserError
-from megarl.models.families import FAMILIES
+from megarl.models.families import FAMILIES, Family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -40,6 +40,11 @@ def hf_config(path: str | None, inline: dict | None) -> "PreTrainedConfig":
     for key in _unknown_keys(inline or {}, config):
         raise UserError(f"unknown key 'model.config.{key}': transformers reads no such key of {config.model_type}")
     return config
+
+
+def family_of(folder: Path) -> Family:
+    """The family of a checkpoint folder; refuses what `hf_config` does."""
+    return FAMILIES[hf_config(str(folder), None).model_type]
 
 
 def _unknown_keys(values: dict, config: "PreTrainedConfig") -> Iterator[str]:

@@ -6,13 +6,13 @@ loads the same weights, and transformers can read what the run began with.
 
 import hashlib
 import math
-import os
-import shutil
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText, PretrainedConfig
+
+from megarl.data.folder import whole_folder
 
 _RESIDUAL_OUTPUTS = (
     "self_attn.o_proj.weight",
@@ -48,10 +48,7 @@ def write_random_checkpoint(folder: Path, config: PretrainedConfig, processor, s
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         weights[name] = torch.randn(shape.shape, generator=generator) * scale
-    partial = folder.with_name(f"{folder.name}.partial{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(partial)
-    processor.save_pretrained(partial)
-    partial.rename(folder)
+    with whole_folder(folder) as partial:
+        save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(partial)
+        processor.save_pretrained(partial)

@@ -36,13 +36,7 @@ def save(folder: Path, name: str, trainer: Trainer, progress: dict) -> None:
     if there == folder / name:
         return
     partial = folder / f"{name}.partial"
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    with _signals_held_back():
-        dist_checkpointing.save(_state(trainer, is_loading=False), str(partial))
-    dist.barrier()
+    _write(partial, _state(trainer, is_loading=False))
     if dist.get_rank() == 0:
         (partial / _PROGRESS).write_text(json.dumps(progress))
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -76,13 +70,7 @@ def save_weights(folder: Path, trainer: Trainer) -> None:
         return
     dist.barrier()  # every rank has looked before rank 0 makes it
     partial = folder.with_name(f"{folder.name}.partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    with _signals_held_back():
-        dist_checkpointing.save({"model": _model_state(trainer)}, str(partial))
-    dist.barrier()
+    _write(partial, {"model": _model_state(trainer)})
     if dist.get_rank() == 0:
         partial.rename(folder)
     dist.barrier()
@@ -92,6 +80,17 @@ def load_weights(folder: Path, trainer: Trainer) -> None:
     """Fills the weights alone.  Collective."""
     state = dist_checkpointing.load({"model": _model_state(trainer)}, str(folder))
     trainer.model.load_state_dict(state["model"])
+
+
+def _write(folder: Path, state: dict) -> None:
+    """A folder of that name that was there before goes.  Collective; on return every rank has written."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    dist.barrier()
+    with _signals_held_back():
+        dist_checkpointing.save(state, str(folder))
+    dist.barrier()
 
 
 @contextmanager
