@@ -108,7 +108,7 @@ def _train_line(trainer, policy, peer: "_Peer", recipe, options, device) -> Line
     """A step on completions of `new_tokens` after prompts of `prompt_tokens`, all of one length."""
     import torch
 
-    from megarl.data.packing import TokenSequence, pack
+    from megarl.training.packing import TokenSequence, pack
 
     count = max(1, options.train_tokens // (options.prompt_tokens + options.new_tokens))
     vocabulary = policy.model.language_model.vocab_size

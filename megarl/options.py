@@ -4,6 +4,7 @@ import torch
 
 from megarl.algorithms.objective import ObjectiveOptions
 from megarl.errors import UserError
+from megarl.media.options import ImageOptions, MediaOptions, VideoOptions
 from megarl.models.build import ModelOptions
 from megarl.platform.kernels import kernels
 from megarl.recipe import Recipe
@@ -29,6 +30,17 @@ def model_options(recipe: Recipe) -> ModelOptions:
         recompute=recipe.training.recompute == "full",
         freeze=tuple(recipe.model.freeze),
         cuda_graphs=cuda_graphs(recipe),
+    )
+
+
+def media_options(recipe: Recipe) -> MediaOptions:
+    """How media is prepared."""
+    d = recipe.data
+    return MediaOptions(
+        image=ImageOptions(**d.image.model_dump()),
+        video=VideoOptions(**d.video.model_dump()),
+        cache_bytes=int(d.media_cache_gb * 2**30),
+        threads=d.media_threads,
     )
 
 

@@ -103,6 +103,28 @@ class ParallelSection(Section):
         return world_size // self.model_parallel_size
 
 
+class ImageSection(Section):
+    min_pixels: PositiveInt | None = None
+    """Pixels (height x width) below which a picture is enlarged; null: as the processor has it."""
+    max_pixels: PositiveInt | None = None
+    """Pixels (height x width) above which a picture is shrunk; null: as the processor has it."""
+
+
+class VideoSection(Section):
+    fps: PositiveFloat | None = None
+    """Frames sampled per second; null: as the processor has it, unless `num_frames` is set."""
+    num_frames: PositiveInt | None = None
+    """Frames sampled, spread evenly over the video; excludes `fps`."""
+    min_frames: PositiveInt | None = None
+    """Fewest frames that `fps` may lead to; null: as the processor has it."""
+    max_frames: PositiveInt | None = None
+    """Most frames that `fps` may lead to; null: as the processor has it."""
+    min_pixels: PositiveInt | None = None
+    """Pixels (frames x height x width) below which a video is enlarged; null: as the processor has it."""
+    max_pixels: PositiveInt | None = None
+    """Pixels (frames x height x width) above which a video is shrunk; null: as the processor has it."""
+
+
 class DataSection(Section):
     path: str
     """Folder with `train.jsonl` and `test.jsonl`."""
@@ -112,6 +134,14 @@ class DataSection(Section):
     """Longest prompt, in tokens after media expansion; a longer one is rejected."""
     max_rejected_fraction: Fraction = 0.1
     """Share of rejected rows above which the run refuses to start."""
+    image: ImageSection = ImageSection()
+    """How pictures are prepared."""
+    video: VideoSection = VideoSection()
+    """How videos are sampled and prepared."""
+    media_cache_gb: PositiveFloat = 1.0
+    """Bound, in GiB on a rank, of the prepared pixels that are kept or prepared ahead of need."""
+    media_threads: PositiveInt = 4
+    """Threads of a rank that decode and prepare media."""
 
 
 class EnvironmentSection(Section):
@@ -348,6 +378,27 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         set(m.freeze) == set(get_args(Part)) and (r.steps > 0 or r.warmup is not None),
         "model.freeze steps",
         "nothing is left to train",
+    )
+
+    for section, low, high in (
+        ("data.image", "min_pixels", "max_pixels"),
+        ("data.video", "min_frames", "max_frames"),
+        ("data.video", "min_pixels", "max_pixels"),
+    ):
+        values = getattr(r.data, section.removeprefix("data."))
+        least, most = getattr(values, low), getattr(values, high)
+        keys = f"{section}.{low} {section}.{high}"
+        yield (least is None) != (most is None), keys, "belong together: set both or neither"
+        yield least is not None and most is not None and least > most, keys, "min exceeds max"
+    yield (
+        r.data.video.fps is not None and r.data.video.num_frames is not None,
+        "data.video.fps data.video.num_frames",
+        "set at most one",
+    )
+    yield (
+        r.data.video.min_frames is not None and r.data.video.num_frames is not None,
+        "data.video.min_frames data.video.num_frames",
+        "bounds belong to sampling by fps",
     )
 
     tensor_parallel = r.parallel.tensor_model_parallel_size

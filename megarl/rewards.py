@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import ADVANTAGES, constant_groups
-from megarl.data.packing import TokenSequence
+from megarl.training.packing import TokenSequence
 from megarl.environments.exact_match import Score
 from megarl.rollout.engine import Rollout
 from megarl.training.grpo import Sample

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megarl.data.packing import TokenSequence
+from megarl.training.packing import TokenSequence
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import check_rejected, load_prompts, write_rejections
 from megarl.data.sampler import PromptSampler, shard

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 
-from megarl.data.packing import PackedRow, TokenSequence, pack
+from megarl.training.packing import PackedRow, TokenSequence, pack
 from megarl.models.build import ModelOptions, Policy, load_policy
 from megarl.rollout.engine import EngineOptions, RolloutEngine
 from megarl.rollout.sampling import SamplingOptions

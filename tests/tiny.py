@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoProcessor, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from megarl.data.packing import TokenSequence
+from megarl.training.packing import TokenSequence
 from megarl.data.prompt import Prompt
 from megarl.media.encoder import Encoder
 from megarl.media.item import EncodedPrompt

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.prompt import Prompt
-from megarl.errors import UserError
-from megarl.media.expand import PromptError
-from megarl.media.image import MediaError, load_image
+from megarl.errors import MediaError, PromptError, UserError
+from megarl.media.image import load_image
 
 ROLES = ("system", "user", "assistant")
 PART_TYPES = ("text", "image")

@@ -11,12 +11,9 @@ from typing import Any, Protocol
 import torch
 from jinja2 import TemplateError
 
-from megarl.data.prompt import Prompt
-from megarl.errors import UserError
+from megarl.data.prompt import Grid, Prompt
+from megarl.errors import ExpansionError, PromptError, PromptTooLong, UserError
 from megarl.media.item import EncodedPrompt, MediaItem
-
-Grid = tuple[int, int, int]
-"""(t, h, w) in patches."""
 
 
 class PositionRule(Protocol):
@@ -28,26 +25,6 @@ class PositionRule(Protocol):
         `media_mask` is bool `[n]`; `grids` has the grid of each run of media tokens, in order.
         """
         ...
-
-
-class PromptError(ValueError):
-    """A prompt that cannot become tokens.  One line, which begins with its row (`Prompt.index`)."""
-
-    def __init__(self, row: int, reason: str):
-        self.row = row
-        self.reason = reason
-        super().__init__(row, reason)
-
-    def __str__(self) -> str:
-        return f"row {self.row}: {self.reason}"
-
-
-class PromptTooLong(PromptError):
-    """More tokens after expansion than `max_prompt_tokens`."""
-
-
-class ExpansionError(PromptError):
-    """Media tokens and media features differ in number."""
 
 
 def encode_prompt(

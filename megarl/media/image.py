@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
+from megarl.errors import MediaError
 from megarl.media.item import MediaItem
 
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
@@ -16,18 +17,6 @@ FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 
 MAX_PIXELS = 89_478_485
 """Width times height, as the file declares them.  Pillow warns beyond it; here it is an error."""
-
-
-class MediaError(ValueError):
-    """A media file that cannot become features.  The message is one line: the path and the reason."""
-
-    def __init__(self, path: Path, reason: str):
-        self.path = path
-        self.reason = " ".join(reason.split())
-        super().__init__(path, self.reason)
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
 
 
 def load_image(path: Path) -> Image.Image:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.data.prompt import Prompt
+from megarl.data.prompt import Grid, Prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,12 +15,15 @@ class MediaItem:
     """`image` or `video`."""
     pixels: torch.Tensor
     """float32 `[t * h * w, channels * temporal_patch * patch * patch]`, normalised, in patch order."""
-    grid: tuple[int, int, int]
-    """(t, h, w) in patches."""
+    grid: Grid
+    """(t, h, w) in patches; t counts temporal patches, and is 1 for an image."""
     digest: bytes
     """SHA-256 of the kind, the grid and the prepared pixels: equal digests give equal features."""
-    path: str
-    """Where it came from, for messages and logs."""
+    name: str
+    """Where it came from (`MediaSource.name`), for messages and logs."""
+    timestamps: tuple[float, ...] = ()
+    """Of a video: presentation time of each sampled frame in seconds, before padding to whole temporal patches.
+    No part of the digest: they become text."""
 
     def feature_count(self, merge_size: int) -> int:
         """Media tokens that this item fills: `t * h * w / merge_size**2`."""

@@ -57,7 +57,7 @@ def _transformers(folder, sequences, dtype, weights_dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["plain", "prefix-cache-and-chunks"])
 def test_engine_trainer_and_transformers_agree(policy, tmp_path, chunked):
-    from megarl.data.packing import TokenSequence, pack
+    from megarl.training.packing import TokenSequence, pack
     from megarl.rollout.engine import EngineOptions, RolloutEngine
     from megarl.rollout.sampling import SamplingOptions
     from megarl.training.trainer import Trainer

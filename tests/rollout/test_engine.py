@@ -9,7 +9,7 @@ from tests import tiny
 from tests.distributed import LAYOUTS, TP1, TP2, TP2_SP, lazy
 
 policies = lazy("tests.policies")
-packing = lazy("megarl.data.packing")
+packing = lazy("megarl.training.packing")
 parallel_state = lazy("megatron.core.parallel_state")
 
 MODES = {

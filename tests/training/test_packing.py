@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data.packing import TokenSequence, pack
+from megarl.training.packing import TokenSequence, pack
 from megarl.media.item import EncodedPrompt, MediaItem
 from megarl.models.qwen3_vl.positions import mrope_positions
 
