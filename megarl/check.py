@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.data.files import SPLITS, find_split
+from megarl.data.generators.registry import check_options
 from megarl.errors import UserError
 from megarl.models.hf_config import hf_config
 from megarl.recipe import DataSection, ModelSection, Part, Recipe, check_world, load_recipe
@@ -218,15 +220,16 @@ def check_folders(model: ModelSection, data: DataSection) -> None:
     """Refuses folders that the run would read and that do not exist."""
     if model.processor is not None and not Path(model.processor).is_dir():
         raise UserError(f"model.processor = {model.processor!r}: should be a folder with a Hugging Face processor")
+    for number, path in enumerate(data.media_folders):
+        if not Path(path).is_dir():
+            raise UserError(f"data.media_folders[{number}] = {path!r}: should be a folder")
     folder = Path(data.path)
-    if data.generator is not None and not folder.exists():
-        return
-    for name in ("train.jsonl", "test.jsonl"):
-        if not (folder / name).is_file():
-            raise UserError(
-                f"data.path = {data.path!r}: should be a folder with train.jsonl and test.jsonl, lacks {name}"
-                + ("" if folder.exists() else "; or set data.generator to create it")
-            )
+    if not folder.exists():
+        if data.generator is not None:
+            return
+        raise UserError(f"data.path = {data.path!r}: should be a folder; or set data.generator to create it")
+    for split in SPLITS:
+        find_split(folder, split)
 
 
 def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":
@@ -237,6 +240,8 @@ def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":
     """
     check_world(recipe, world_size)
     check_folders(recipe.model, recipe.data)
+    if recipe.data.generator is not None:
+        check_options(recipe.data.generator, recipe.data.generator_options)
     config = hf_config(recipe.model.path, recipe.model.config)
     check_heads(config, recipe.parallel.tensor_model_parallel_size)
     for dtype in dtypes(recipe):

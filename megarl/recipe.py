@@ -127,9 +127,15 @@ class VideoSection(Section):
 
 class DataSection(Section):
     path: str
-    """Folder with `train.jsonl` and `test.jsonl`."""
-    generator: Literal["digits"] | None = None
+    """Folder with the splits `train` and `test`, each as `.jsonl` or `.parquet`; see docs/data.md."""
+    media_folders: list[str] = []
+    """Other folders in which the media of rows may lie."""
+    allow_remote: bool = False
+    """Fetch media that rows name by URL, once, into the run folder; else such rows are rejected."""
+    generator: Literal["color_codeword", "digits", "mixed", "motion_video", "scenes"] | None = None
     """Creates the folder when it does not exist."""
+    generator_options: dict[str, PositiveInt] = {}
+    """Sizes that the generator takes, such as `train: 4096`; see `megarl/data/generators`."""
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt, in tokens after media expansion; a longer one is rejected."""
     max_rejected_fraction: Fraction = 0.1
@@ -145,12 +151,15 @@ class DataSection(Section):
 
 
 class EnvironmentSection(Section):
-    name: Literal["exact_match"] = "exact_match"
-    """Reward 1 when the answer equals the ground truth, else 0."""
+    name: Literal["exact_match", "visual_answer"] = "exact_match"
+    """Reward 1 when the answer equals the ground truth, else 0; `visual_answer` overlooks case, articles and final
+    punctuation, and takes number words for numbers."""
     format: str | None = None
     """Regular expression that a well-formed answer matches in full."""
     format_reward: NonNegativeFloat = 0.0
     """Added to the reward of a well-formed answer."""
+    count_tolerance: NonNegativeInt = 0
+    """Of `visual_answer`: a count that is off by d, of at most this, earns 1 - d / (count_tolerance + 1)."""
 
 
 class AlgorithmSection(Section):
@@ -192,7 +201,7 @@ class WarmupSection(Section):
     learning_rate: PositiveFloat
     """Constant learning rate."""
     answers: Literal["dataset", "random"] = "dataset"
-    """Targets: the ground truth, or drawn from the distinct training answers: teaches the format only."""
+    """Targets: the ground truth, or drawn from the training answers of the same source: teaches the format only."""
 
 
 class RolloutSection(Section):
@@ -218,6 +227,10 @@ class RolloutSection(Section):
     """Share the KV blocks of equal prefixes, such as the prompts of a group."""
     enable_chunked_prefill: bool = True
     """Split a prompt that does not fit into the current step."""
+    vision_cache_gb: PositiveFloat = 0.5
+    """Bound, in GiB on a rank, of the media features that are kept for prompts still to be read."""
+    patches_per_pass: PositiveInt = 65536
+    """Patches that go through the vision tower at once; a larger video is cut between its frames."""
     cuda_graphs: bool = True
     """Replay the engine's steps as CUDA graphs; ignored without a GPU."""
 
@@ -430,6 +443,16 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         r.environment.format_reward > 0 and r.environment.format is None,
         "environment.format_reward environment.format",
         "the reward needs a format",
+    )
+    yield (
+        r.environment.count_tolerance > 0 and r.environment.name != "visual_answer",
+        "environment.count_tolerance environment.name",
+        "only visual_answer knows counts",
+    )
+    yield (
+        len(r.data.generator_options) > 0 and r.data.generator is None,
+        "data.generator_options data.generator",
+        "options need a generator",
     )
 
     yield (

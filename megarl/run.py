@@ -1,7 +1,6 @@
 """Everything that a run holds, built from its recipe."""
 
 import hashlib
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,20 +12,26 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megarl.training.packing import TokenSequence
+from megarl.data.answers import AnswerPool, best_constants
+from megarl.data.checked import Ledger, Ranks
+from megarl.data.download import Downloads
+from megarl.data.files import files_name, find_split
+from megarl.data.media_values import MediaReader
 from megarl.data.prompt import Prompt
-from megarl.data.prompts import check_rejected, load_prompts, write_rejections
+from megarl.data.prompts import PromptSet, load_prompts
+from megarl.data.rejection import check_rejected
 from megarl.data.sampler import PromptSampler, shard
-from megarl.environments.exact_match import ExactMatch
+from megarl.environments.score import Environment
 from megarl.errors import UserError
 from megarl.media.encoder import Encoder
 from megarl.media.item import EncodedPrompt
 from megarl.models.build import Policy, load_policy
 from megarl.models.hf_config import family_of
-from megarl.options import engine_options, model_options
+from megarl.options import engine_options, environment_of, media_options, model_options
+from megarl.packing.rows import TokenSequence
 from megarl.recipe import Recipe
 from megarl.rollout.engine import RolloutEngine
-from megarl.startup import load_processor, prepare_checkpoint, stop_tokens
+from megarl.startup import load_processor, prepare_checkpoint, processor_identity, stop_tokens
 from megarl.training.trainer import Trainer
 
 
@@ -39,22 +44,21 @@ class Run:
     trainer: Trainer
     engine: RolloutEngine
     encoder: Encoder
-    environment: ExactMatch
-    train_prompts: list[Prompt]
-    test_prompts: list[Prompt]
+    environment: Environment
+    train_prompts: PromptSet
+    test_prompts: PromptSet
     stop_ids: tuple[int, ...]
 
     def __post_init__(self):
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
         self._sampler = PromptSampler(self.train_prompts, self.recipe.seed)
-        self._answers = sorted({prompt.answer for prompt in self.train_prompts})
+        self._answers = AnswerPool(self.train_prompts.sources, self.train_prompts.answers)
 
     @cached_property
     def chance(self) -> float:
-        """Held-out accuracy of the best constant answer, the most frequent one."""
-        ((_, count),) = Counter(prompt.answer for prompt in self.test_prompts).most_common(1)
-        return count / len(self.test_prompts)
+        """Held-out accuracy of the best constant answer to each source."""
+        return best_constants(self.test_prompts.sources, self.test_prompts.answers)
 
     @property
     def merge_size(self) -> int:
@@ -62,27 +66,39 @@ class Run:
 
     def step_prompts(self, step: int) -> tuple[list[EncodedPrompt], list[int]]:
         """This rank's prompts of an RL step, from 1, and the keys of their draws."""
-        count = self.recipe.algorithm.prompts_per_step
-        batch = list(enumerate(self._sampler.batch(step - 1, count)))
-        mine = shard(batch, self.dp_rank, self.dp_size)
+        mine = self._step_share(step)
         keys = [draw_key(self.recipe.seed, "train", step, place) for place, _ in mine]
-        return [self.encoder.encode(prompt) for _, prompt in mine], keys
+        following = self._step_share(step + 1) if step < self.recipe.steps else []
+        return self._encode([prompt for _, prompt in mine], [prompt for _, prompt in following]), keys
+
+    def _step_share(self, step: int) -> list[tuple[int, Prompt]]:
+        """This rank's prompts of an RL step and their places in its batch."""
+        batch = self._sampler.batch(step - 1, self.recipe.algorithm.prompts_per_step)
+        return shard(list(enumerate(batch)), self.dp_rank, self.dp_size)
+
+    def _encode(self, prompts: list[Prompt], following: list[Prompt]) -> list[EncodedPrompt]:
+        """The media of the prompts that follow is prepared in threads while these are worked on."""
+        self.encoder.prefetch(prompts)
+        encoded = [self.encoder.encode(prompt) for prompt in prompts]
+        self.encoder.prefetch(following)
+        return encoded
 
     def warmup_sequences(self, step: int) -> list[TokenSequence]:
         """This rank's supervised targets of a warm-up step, from 1."""
         warmup = self.recipe.warmup
-        batch = PromptSampler(self.train_prompts, self.recipe.seed + 1).batch(step - 1, warmup.batch_size)
+        sampler = PromptSampler(self.train_prompts, self.recipe.seed + 1)
+        batch = sampler.batch(step - 1, warmup.batch_size)
+        following = sampler.batch(step, warmup.batch_size) if step < warmup.steps else []
         answers = [prompt.answer for prompt in batch]
         if warmup.answers == "random":
             generator = torch.Generator().manual_seed(draw_key(self.recipe.seed, "warmup", step, 0) >> 1)
-            chosen = torch.randint(len(self._answers), (len(batch),), generator=generator)
-            answers = [self._answers[i] for i in chosen.tolist()]
-        pairs = shard(list(zip(batch, answers, strict=True)), self.dp_rank, self.dp_size)
-        return [self._target(prompt, answer) for prompt, answer in pairs]
+            answers = self._answers.draw([prompt.source for prompt in batch], generator)
+        mine = [shard(values, self.dp_rank, self.dp_size) for values in (batch, following, answers)]
+        return [self._target(*pair) for pair in zip(self._encode(*mine[:2]), mine[2], strict=True)]
 
-    def _target(self, prompt: Prompt, answer: str) -> TokenSequence:
+    def _target(self, prompt: EncodedPrompt, answer: str) -> TokenSequence:
         ids = [*_answer_ids(self.processor.tokenizer, answer), self.stop_ids[0]]
-        return TokenSequence(self.encoder.encode(prompt), torch.tensor(ids))
+        return TokenSequence(prompt, torch.tensor(ids))
 
     def text(self, ids: torch.Tensor) -> str:
         """A completion's text without its stop token."""
@@ -96,19 +112,22 @@ def build_run(recipe: Recipe, folder: Path) -> Run:
         UserError: something in the recipe, the data or the checkpoint does not fit.
     """
     initial = prepare_checkpoint(recipe, folder)
-    processor = load_processor(Path(recipe.model.processor) if recipe.model.processor else initial)
+    processor_folder = Path(recipe.model.processor) if recipe.model.processor else initial
+    processor = load_processor(processor_folder)
     stop_ids = stop_tokens(processor.tokenizer, recipe.rollout.stop)
-    encoder = Encoder(processor, family_of(initial).load("positions"), recipe.data.max_prompt_tokens)
-    train_prompts = _load_prompts(recipe, folder, "train", encoder)
+    positions = family_of(initial).load("positions")
+    encoder = Encoder(processor, positions, recipe.data.max_prompt_tokens, media_options(recipe))
+    identity = processor_identity(processor_folder)
+    train_prompts = _load_prompts(recipe, folder, "train", encoder, identity)
     if recipe.warmup:
         _refuse_long_answers(recipe, processor.tokenizer, train_prompts)
-    test_prompts = _load_prompts(recipe, folder, "test", encoder)[: recipe.evaluation.max_prompts]
+    test_prompts = _load_prompts(recipe, folder, "test", encoder, identity)[: recipe.evaluation.max_prompts]
     policy = load_policy(initial, model_options(recipe))
     # One module for both.  The trainer first: its DDP moves the weights into its buffers, and what the engine
     # captures in CUDA graphs are addresses.
     trainer = Trainer(policy.model, recipe.rollout.scoring_temperature, recipe.training.log_prob_chunk)
     engine = RolloutEngine(policy.model, engine_options(recipe))
-    environment = ExactMatch(recipe.environment.format, recipe.environment.format_reward)
+    environment = environment_of(recipe)
     return Run(
         recipe,
         folder,
@@ -124,13 +143,27 @@ def build_run(recipe: Recipe, folder: Path) -> Run:
     )
 
 
-def _load_prompts(recipe: Recipe, folder: Path, split: str, encoder: Encoder) -> list[Prompt]:
-    file = Path(recipe.data.path) / f"{split}.jsonl"
-    prompts, rejections = load_prompts(file, check_prompt=encoder.encode)
-    if rejections and dist.get_rank() == 0:
-        write_rejections(rejections, folder / f"rejected_{split}.jsonl")
-    check_rejected(file, prompts, rejections, recipe.data.max_rejected_fraction)
+def _load_prompts(recipe: Recipe, folder: Path, split: str, encoder: Encoder, identity: str) -> PromptSet:
+    """`identity` is that of the processor: with the recipe's data section it decides what a row becomes."""
+    data = recipe.data
+    files = find_split(Path(data.path), split)
+    downloads = Downloads(folder / "downloads") if data.allow_remote else None
+    media = MediaReader(Path(data.path), [Path(other) for other in data.media_folders], downloads)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), _gather)
+    ledger = Ledger(folder, split, {"data": data.model_dump(exclude=_OF_NO_PROMPT), "processor": identity})
+    prompts, rejections = load_prompts(files, media, encoder.check, ranks, ledger)
+    check_rejected(files_name(files), len(prompts), rejections, data.max_rejected_fraction)
     return prompts
+
+
+_OF_NO_PROMPT = {"generator", "generator_options", "max_rejected_fraction", "media_cache_gb", "media_threads"}
+"""Keys of the data section that change no prompt."""
+
+
+def _gather(value: Any) -> list[Any]:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _answer_ids(tokenizer: Any, answer: str) -> list[int]:
@@ -138,10 +171,10 @@ def _answer_ids(tokenizer: Any, answer: str) -> list[int]:
     return tokenizer.encode(answer, add_special_tokens=False, split_special_tokens=True)
 
 
-def _refuse_long_answers(recipe: Recipe, tokenizer: Any, prompts: list[Prompt]) -> None:
+def _refuse_long_answers(recipe: Recipe, tokenizer: Any, prompts: PromptSet) -> None:
     """A supervised target must fit where a sampled one does, so that it fits into a row."""
     most = recipe.rollout.max_new_tokens
-    for answer in sorted({prompt.answer for prompt in prompts}):
+    for answer in sorted(set(prompts.answers)):
         tokens = len(_answer_ids(tokenizer, answer)) + 1
         if tokens > most:
             raise UserError(

@@ -1,11 +1,13 @@
 """What must lie on disk before a run is built: its folder, its data, the checkpoint that it starts from."""
 
+import hashlib
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megarl.data.digits import write_digits
+from megarl.data.generators.registry import generate
 from megarl.errors import UserError
 from megarl.models.hf_config import hf_config
 from megarl.models.random_checkpoint import write_random_checkpoint
@@ -13,9 +15,6 @@ from megarl.models.tiny_processor import build_tiny_processor
 from megarl.recipe import Recipe, load_recipe, save_recipe
 
 _RECIPE = "recipe.yaml"
-
-GENERATORS = {"digits": write_digits}
-"""What makes a data folder, by `data.generator`."""
 
 
 def refuse_other_recipe(recipe: Recipe, folder: Path) -> None:
@@ -58,7 +57,7 @@ def prepare_data(recipe: Recipe) -> None:
     On rank 0 only."""
     folder = Path(recipe.data.path)
     if not folder.exists():
-        GENERATORS[recipe.data.generator](folder)
+        generate(recipe.data.generator, folder, recipe.data.generator_options)
 
 
 def prepare_checkpoint(recipe: Recipe, folder: Path) -> Path:
@@ -99,6 +98,18 @@ def load_processor(folder: Path) -> Any:
         return AutoProcessor.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"model.processor: cannot load '{folder}': {' '.join(str(error).split())}") from None
+
+
+def processor_identity(folder: Path) -> str:
+    """SHA-256 of all that decides what a processor makes of a prompt: its files, weights left out, and the versions of
+    what reads them and decodes media."""
+    digest = hashlib.sha256()
+    for package in ("transformers", "tokenizers", "pillow", "av"):
+        digest.update(f"{package} {version(package)}\n".encode())
+    for file in sorted(folder.iterdir()):
+        if file.suffix in (".json", ".jinja", ".txt", ".model"):
+            digest.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 def stop_tokens(tokenizer, stop: list[str]) -> tuple[int, ...]:

@@ -105,12 +105,19 @@ def test_module_runs_as_a_command():
         (["--world-size", "0"], "world size = 0: should be at least 1"),
         (
             ["data.generator=null"],
-            "data.path = 'runs/data/digits': should be a folder with train.jsonl and test.jsonl, lacks "
-            "train.jsonl; or set data.generator to create it",
+            "data.path = 'runs/data/digits': should be a folder; or set data.generator to create it",
         ),
         (
             ["data.path=half"],
-            "data.path = 'half': should be a folder with train.jsonl and test.jsonl, lacks test",
+            "data.path = 'half': lacks a file for the split 'test': test.jsonl, test.parquet, test-*.jsonl",
+        ),
+        (
+            ["data.path=twice"],
+            "data.path = 'twice': several files for the split 'train': train.jsonl, data/train-0.parquet; keep one",
+        ),
+        (
+            ["data.media_folders=[half, nowhere]"],
+            "data.media_folders[1] = 'nowhere': should be a folder",
         ),
         (
             ["model.tiny_processor=null", "model.processor=nowhere"],
@@ -155,6 +162,9 @@ def test_module_runs_as_a_command():
 def test_refusal(capsys, arguments, message):
     Path("half").mkdir()
     Path("half/train.jsonl").touch()
+    Path("twice/data").mkdir(parents=True)
+    for name in ("train.jsonl", "test.jsonl", "data/train-0.parquet"):
+        Path("twice", name).touch()
     assert main([DIGITS, *arguments]) == 2
     out, error = capsys.readouterr()
     assert out == ""

@@ -39,8 +39,9 @@ class ExpandedIds:
     kinds: tuple[int, ...]
     """`mm_token_type_ids`, of the same length: 0 text, 1 image, 2 video."""
     grids: tuple[Grid, ...]
-    """Of `media`, in the order of their tokens."""
+    """Of `media`: the images' in the order of their tokens, then the videos'."""
     media: tuple[MediaSource, ...]
+    """The images, then the videos, as `image_grid_thw` and `video_grid_thw` have them."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Prompt:
 
     @property
     def media(self) -> tuple[MediaSource, ...]:
-        """Sources of the media items, in prompt order."""
+        """Sources of the media items, in prompt order; of `expanded` in its own."""
         if self.expanded is not None:
             return self.expanded.media
         return tuple(part[part["type"]] for m in self.messages for part in m["content"] if part["type"] != "text")

@@ -1,57 +1,23 @@
-import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
-from megarl.data.prompts import check_rejected, dataset_hash, load_prompts, write_rejections
+from megarl.data.prompt import MediaSource
+from megarl.data.prompts import PromptSet, load_prompts
+from megarl.data.sampler import PromptSampler
 from megarl.errors import UserError
-from megarl.media.expand import PromptTooLong
-from megarl.media.image import MediaError, load_image
-
-
-@pytest.fixture
-def folder(tmp_path):
-    folder = tmp_path / "data"
-    (folder / "images").mkdir(parents=True)
-    for name in ("a", "b"):
-        Image.new("RGB", (4, 4)).save(folder / "images" / f"{name}.png")
-    (folder / "images" / "broken.png").write_bytes(b"no picture")
-    Image.new("RGB", (4, 4)).save(tmp_path / "outside.png")
-    return folder
-
-
-def image(name="images/a.png"):
-    return {"type": "image", "image": name}
-
-
-def text(value="?"):
-    return {"type": "text", "text": value}
-
-
-def row(*content, **changes):
-    messages = [{"role": "user", "content": list(content) or [image(), text()]}]
-    return {"messages": messages, "answer": "7", "source": "digits", **changes}
-
-
-def write(folder: Path, *rows, name="train.jsonl") -> Path:
-    lines = [r if isinstance(r, bytes) else json.dumps(r).encode() for r in rows]
-    (folder / name).write_bytes(b"\n".join(lines) + b"\n")
-    return folder / name
-
-
-def load(folder, *rows, **options):
-    return load_prompts(write(folder, *rows), **options)
+from tests.data.rows import content, image, load, row, text, write
 
 
 def test_a_row_becomes_a_prompt(folder):
     [prompt], rejections = load(folder, row())
     assert rejections == []
-    path = folder / "images" / "a.png"
-    assert prompt.messages == ({"role": "user", "content": [{"type": "image", "image": path}, text()]},)
-    assert (prompt.index, prompt.answer, prompt.source) == (0, "7", "digits")
-    assert prompt.media_paths == (path,)
+    source = MediaSource("image", "images/a.png", folder.resolve() / "images" / "a.png")
+    assert prompt.messages == ({"role": "user", "content": [{"type": "image", "image": source}, text()]},)
+    assert (prompt.index, prompt.row, prompt.answer, prompt.source) == (0, 1, "7", "digits")
+    assert prompt.media == (source,) and prompt.expanded is None
 
 
 def test_several_turns_and_plain_strings(folder):
@@ -79,7 +45,7 @@ def test_empty_lines_byte_order_mark_and_line_ends(folder):
     file = folder / "train.jsonl"
     file.write_bytes(b"\xef\xbb\xbf" + line + b"\r\n\r\n  \n" + line)
     prompts, rejections = load_prompts(file)
-    assert [prompt.index for prompt in prompts] == [0, 1]
+    assert [(prompt.index, prompt.row) for prompt in prompts] == [(0, 1), (1, 4)]
     assert prompts[1].messages[0]["content"] == [text("a\u2028b")]
     assert rejections == []
 
@@ -98,13 +64,17 @@ def without(key):
         (b"{", "row", "not JSON in UTF-8"),
         (b"\xff\xfe", "row", "not JSON in UTF-8"),
         (b"[" * 100_000, "row", "not JSON in UTF-8"),
+        (b'{"answer": ' + b"[" * 900 + b"]" * 900 + b', "prompt": "?"}', "answer", "a list ('[[[["),
+        (b'{"prompt": "?", "answer": NaN}', "row", "NaN is no number of JSON"),
+        (b'{"prompt": "?", "answer": ' + b"9" * 5000 + b"}", "row", "not JSON in UTF-8: Exceeds the limit"),
         (b"[1]", "row", "a list ('[1]'), not an object"),
         (b"null", "row", "missing or null, not an object"),
-        (without("messages"), "messages", "missing or null, not a list of at least one message"),
+        (without("messages"), "row", "has none of the columns messages, prompt, problem, question, input_ids"),
         (row(messages=[]), "messages", "not a list of at least one message"),
         (row(messages="hello"), "messages", "a string ('hello'), not a list"),
         (row(messages=["hello"]), "messages[0]", "a string ('hello'), not an object"),
         (row(messages=[{"role": "user"}]), "messages[0]", "has no key 'content'"),
+        (message(content=None), "messages[0]", "has no key 'content'"),
         (message(name="x"), "messages[0]", "unknown key 'name'; accepted: content, role"),
         (message(role="bot"), "messages[0].role", "'bot'; accepted: system, user, assistant"),
         (message(role=["user"]), "messages[0].role", "accepted: system, user, assistant"),
@@ -112,125 +82,99 @@ def without(key):
         (message(content=7), "messages[0].content", "a number ('7'), not a string or a list"),
         (message(content=[]), "messages[0].content", "not a string or a list of at least one part"),
         (row("text"), "messages[0].content[0]", "a string ('text'), not an object"),
-        (row({"text": "?"}), "messages[0].content[0].type", "None is not supported; accepted: text, image"),
-        (row({"type": []}), "messages[0].content[0].type", "[] is not supported"),
-        (
-            row(text(), {"type": "video", "video": "a.mp4"}),
-            "messages[0].content[1].type",
-            "'video' is not supported; accepted: text, image",
-        ),
-        (row({"type": "image"}), "messages[0].content[0]", "has no key 'image'"),
+        (row({"text": "?"}), "messages[0].content[0].type", "'None' is not supported; accepted: text, image, video"),
+        (row({"type": []}), "messages[0].content[0].type", "'[]' is not supported"),
+        (row({"type": "audio", "audio": "a.wav"}), "messages[0].content[0].type", "'audio' is not supported"),
+        (row({"type": "text"}), "messages[0].content[0]", "has no key 'text'"),
+        (row({"type": "image"}), "messages[0].content[0]", "has no key 'image', and the row has no column images"),
+        (row({"type": "image"}, image()), "messages[0].content[0]", "names no image, though another part"),
         (
             row({**image(), "max_pixels": 9}),
             "messages[0].content[0]",
-            "unknown key 'max_pixels'; accepted: image, type",
+            "unknown key 'max_pixels'; accepted: base64, image, path, type, url",
         ),
-        (row(text(None)), "messages[0].content[0].text", "missing or null, not a string"),
+        (row({**image(), "url": "https://a.b/c"}), "messages[0].content[0]", "has image and url: only one"),
+        (row(text(None)), "messages[0].content[0]", "has no key 'text'"),
+        (row(text(3)), "messages[0].content[0].text", "a number ('3'), not a string"),
         (row(text("\ud800")), "messages[0].content[0].text", "lone surrogate"),
-        (row(image(3)), "messages[0].content[0].image", "a number ('3'), not a string"),
-        (row(image("images/c.png")), "messages[0].content[0].image", "'images/c.png': no such file in"),
-        (row(image("images")), "messages[0].content[0].image", "'images': no such file in"),
-        (row(image("https://a.b/c.png")), "messages[0].content[0].image", "no such file in"),
-        (row(image("../outside.png")), "messages[0].content[0].image", "leaves the data folder"),
-        (row(image("/etc/passwd")), "messages[0].content[0].image", "leaves the data folder"),
-        (row(image("link.png")), "messages[0].content[0].image", "leaves the data folder"),
-        (row(image("loop.png")), "messages[0].content[0].image", "'loop.png'"),
-        (row(image("a" * 5000)), "messages[0].content[0].image", "is not a path: OSError"),
-        (row(image("a\0b")), "messages[0].content[0].image", "is not a path: ValueError"),
-        (row(text(), image("images/broken.png")), "messages[0].content[1].image", "not a picture in any of"),
-        (without("answer"), "answer", "missing or null, not a string"),
-        (row(answer=7), "answer", "a number ('7'), not a string"),
-        (row(answer=True), "answer", "a boolean ('True'), not a string"),
-        (row(source=None), "source", "missing or null, not a string"),
+        (without("answer"), "answer", "missing or null; accepted: answer, solution, reward_model.ground_truth"),
+        (row(answer=None), "answer", "missing or null"),
+        (row(answer=True), "answer", "a boolean ('True'), not a string or a number"),
+        (row(answer=["7"]), "answer", "a list (\"['7']\"), not a string or a number"),
+        (row(answer={"a": 1}), "answer", "an object"),
+        (row(answer="\udfff"), "answer", "lone surrogate"),
+        (row(source=3), "source", "a number ('3'), not a string"),
+        (row(source=["x"], data_source="y"), "source", "a list"),
     ],
 )
 def test_bad_rows_are_rejected_by_name(folder, bad, item, reason):
-    (folder / "link.png").symlink_to("../outside.png")
-    (folder / "loop.png").symlink_to("loop.png")
     prompts, [rejection] = load(folder, row(), bad, row())
-    assert [prompt.index for prompt in prompts] == [0, 1]
+    assert [(prompt.index, prompt.row) for prompt in prompts] == [(0, 1), (1, 3)]
     assert (rejection.row, rejection.item) == (2, item)
     assert reason in rejection.reason and "\n" not in rejection.reason
 
 
-def test_each_picture_is_checked_once(folder):
-    seen = []
-
-    def check(path):
-        seen.append(path.name)
-        load_image(path)
-
-    rows = [
-        row(),
-        row(image("images/../images/a.png")),
-        row(image("images/broken.png")),
-        row(image("images/b.png")),
-    ]
-    prompts, rejections = load(folder, *rows, row(image("images/broken.png"), image()), check_image=check)
-    assert sorted(seen) == ["a.png", "b.png", "broken.png"]
-    assert [prompt.media_paths[0].name for prompt in prompts] == ["a.png", "a.png", "b.png"]
-    assert [rejection.row for rejection in rejections] == [3, 5]
+def test_a_column_nested_as_deeply_as_json_allows(folder):
+    """Whatever the depth at which Python gives up, to parse or to name the value: one rejection."""
+    depths = (990, 5_000, 20_000, 50_000)
+    bad = [b'{"prompt": "?", "answer": ' + b"[" * depth + b"]" * depth + b"}" for depth in depths]
+    prompts, rejections = load(folder, *bad, row())
+    assert [prompt.row for prompt in prompts] == [5]
+    assert [rejection.row for rejection in rejections] == [1, 2, 3, 4]
 
 
-def test_whole_prompts_are_checked_too(folder):
-    def check(prompt):
-        seen.append(prompt.index)
-        if prompt.answer == "long":
-            raise PromptTooLong(prompt.index, "9 tokens, but max_prompt_tokens = 8")
-        if prompt.answer == "odd":
-            raise MediaError(prompt.media_paths[0], "aspect ratio")
-
-    seen = []
-    rows = [row(answer="long"), row(), row(text(), image("images/b.png"), answer="odd"), row()]
-    prompts, rejections = load(folder, *rows, check_prompt=check)
-    assert seen == [0, 0, 1, 1]
-    assert [prompt.index for prompt in prompts] == [0, 1]
-    assert [(r.row, r.item) for r in rejections] == [(1, "messages"), (3, "messages[0].content[1].image")]
-    assert rejections[0].reason == "9 tokens, but max_prompt_tokens = 8"
-    assert rejections[1].reason.endswith("b.png: aspect ratio")
-
-
-def test_a_bug_in_a_check_is_not_a_rejection(folder):
-    with pytest.raises(ZeroDivisionError):
-        load(folder, row(), check_image=lambda path: 1 / 0)
-
-
-def test_rejections_are_written(folder):
-    _, rejections = load(folder, b"{", row(answer=7))
-    file = folder / "rejected.jsonl"
-    write_rejections(rejections, file)
-    written = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(r["row"], r["item"]) for r in written] == [(1, "row"), (2, "answer")]
-    assert written[1]["reason"] == "a number ('7'), not a string"
-    write_rejections([], file)
-    assert file.read_bytes() == b""
+def test_a_data_set_is_a_sequence_that_reads_on_demand(folder, monkeypatch):
+    rows = [row(answer=str(i % 3), source="ab"[i % 2]) for i in range(9)]
+    prompts, rejections = load(folder, *rows[:4], b"{", *rows[4:])
+    assert len(prompts) == 9 and len(rejections) == 1
+    assert prompts.answers == [str(i % 3) for i in range(9)] and prompts.sources == list("ababababa")
+    assert [(p.index, p.row) for p in prompts] == [*((i, i + 1) for i in range(4)), *((i, i + 2) for i in range(4, 9))]
+    assert prompts[-1] == prompts[8] and prompts[-1].index == 8
+    assert Counter(prompt.answer for prompt in prompts) == {"0": 3, "1": 3, "2": 3}
+    sampled = PromptSampler(prompts, 3).batch(0, 9)
+    assert sorted(prompt.index for prompt in sampled) == list(range(9))
+    with pytest.raises(IndexError):
+        prompts[9]
+    part = prompts[2:7:2]
+    assert isinstance(part, PromptSet) and [prompt.index for prompt in part] == [2, 4, 6]
+    assert part.answers == ["2", "1", "0"] and part[1:][0] == prompts[4] and prompts[:None].answers == prompts.answers
+    assert len(prompts[:0]) == 0 and not prompts[:0]
+    # What is asked for later comes from the file, not from memory.
+    opened = []
+    monkeypatch.setattr(Path, "open", lambda path, mode, _open=Path.open: opened.append(path) or _open(path, mode))
+    assert prompts[5].answer == "2" and opened == [folder / "train.jsonl"]
 
 
-def test_a_ceiling_on_rejected_rows(folder):
-    file = write(folder, row(), row(answer=7), row(), row())
-    prompts, rejections = load_prompts(file)
-    check_rejected(file, prompts, rejections, 0.25)
-    with pytest.raises(UserError) as error:
-        check_rejected(file, prompts, rejections, 0.24)
-    assert str(error.value) == (
-        f"data file {file}: 1 of 4 rows were rejected, data.max_rejected_fraction = 0.24 accepts 0; "
-        "the first: row 2, answer: a number ('7'), not a string"
-    )
-    with pytest.raises(UserError, match="1 of 1 rows were rejected"):
-        check_rejected(file, [], rejections, 1.0)
-    with pytest.raises(UserError, match="has no rows"):
-        check_rejected(file, [], [], 1.0)
+def test_data_that_changes_under_a_run_is_named(folder):
+    prompts, _ = load(folder, row(), row(text("two")))
+    (folder / "images" / "a.png").unlink()
+    with pytest.raises(UserError, match=r"train.jsonl row 1, messages\[0\].content\[0\].image: .*no such file"):
+        prompts[0]
+    assert content(prompts[1]) == ["two"]
+    (folder / "train.jsonl").write_bytes(b"\n" * (folder / "train.jsonl").stat().st_size)
+    with pytest.raises(UserError, match="train.jsonl row 2, row: is empty; the row was accepted when the run began"):
+        prompts[1]
+    (folder / "train.jsonl").write_bytes(b"")
+    with pytest.raises(UserError, match="is empty"):
+        prompts[1]
 
 
-def test_a_missing_folder_or_file_is_named(folder):
-    with pytest.raises(UserError, match=r"data folder .*/nowhere does not exist \(for train.jsonl\)"):
+def test_a_missing_file_is_named(folder):
+    with pytest.raises(UserError, match=r"data file .*/nowhere/train.jsonl does not exist"):
         load_prompts(folder / "nowhere" / "train.jsonl")
     with pytest.raises(UserError, match=r"data file .*/test.jsonl does not exist"):
         load_prompts(folder / "test.jsonl")
 
 
-def test_the_hash_is_that_of_the_bytes(folder):
-    first, second = write(folder, row()), write(folder, row(text()), name="test.jsonl")
-    content = first.read_bytes() + second.read_bytes()
-    assert dataset_hash([first, second]) == hashlib.sha256(content).hexdigest()
-    assert dataset_hash([second, first]) != dataset_hash([first, second])
+def test_an_empty_file_has_no_rows(folder):
+    (folder / "train.jsonl").touch()
+    prompts, rejections = load_prompts(folder / "train.jsonl")
+    assert len(prompts) == 0 and rejections == [] and list(prompts) == []
+
+
+def test_rows_are_counted_over_shards(folder):
+    files = [write(folder, row(), b"{", name="train-0.jsonl"), write(folder, row(answer="8"), name="train-1.jsonl")]
+    # Each file ends with a newline, after which an empty line counts as none.
+    prompts, rejections = load_prompts(files)
+    assert [(prompt.index, prompt.row, prompt.answer) for prompt in prompts] == [(0, 1, "7"), (1, 3, "8")]
+    assert [rejection.row for rejection in rejections] == [2]

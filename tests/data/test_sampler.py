@@ -9,7 +9,7 @@ from megarl.data.sampler import PromptSampler, shard
 
 
 def prompts(count):
-    return [Prompt(index, (), "", "test") for index in range(count)]
+    return [Prompt(index, index + 1, (), "", "test") for index in range(count)]
 
 
 def indices(batch):

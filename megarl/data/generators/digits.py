@@ -1,13 +1,12 @@
 """Handwritten digits as a data set that needs no network: scikit-learn ships 1,797 scans."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from megarl.data.folder import whole_folder
+from megarl.data.generators.rows import row, write_rows
 
 HELD_OUT = 360
 """How many scans, the last in scikit-learn's order, are kept for `test.jsonl`."""
@@ -23,22 +22,22 @@ def write_digits(folder: Path, image_size: int = 16, question: str = "?") -> Non
     Raises:
         UserError: `folder` is there already and is not empty.
     """
+    with whole_folder(folder) as temporary:
+        rows = write_scans(temporary, image_size, question)
+        write_rows(temporary, rows[:-HELD_OUT], rows[-HELD_OUT:])
+
+
+def write_scans(folder: Path, image_size: int, question: str) -> list[str]:
+    """`images/NNNN.png` in `folder`, in scikit-learn's order, and the row of each."""
+    from sklearn.datasets import load_digits  # takes a second, which a refused recipe does not wait for
+
     digits = load_digits()
     pixels = np.round(digits.images * (255 / 16)).astype(np.uint8)
-    first_held_out = len(pixels) - HELD_OUT
     rows = []
-    with whole_folder(folder) as temporary:
-        (temporary / "images").mkdir()
-        for number, (scan, digit) in enumerate(zip(pixels, digits.target, strict=True)):
-            name = f"images/{number:04d}.png"
-            image = Image.fromarray(scan).resize((image_size, image_size), Image.Resampling.BICUBIC)
-            image.convert("RGB").save(temporary / name)
-            rows.append(_row(name, question, str(digit)))
-        (temporary / "train.jsonl").write_text("".join(rows[:first_held_out]))
-        (temporary / "test.jsonl").write_text("".join(rows[first_held_out:]))
-
-
-def _row(image: str, question: str, answer: str) -> str:
-    content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
-    row = {"messages": [{"role": "user", "content": content}], "answer": answer, "source": "digits"}
-    return json.dumps(row) + "\n"
+    (folder / "images").mkdir()
+    for number, (scan, digit) in enumerate(zip(pixels, digits.target, strict=True)):
+        name = f"images/{number:04d}.png"
+        image = Image.fromarray(scan).resize((image_size, image_size), Image.Resampling.BICUBIC)
+        image.convert("RGB").save(folder / name)
+        rows.append(row([("image", name), question], str(digit), "digits"))
+    return rows

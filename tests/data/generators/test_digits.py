@@ -6,8 +6,8 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from megarl.data.digits import write_digits
 from megarl.data.folder import whole_folder
+from megarl.data.generators.digits import write_digits
 from megarl.data.prompts import load_prompts
 from megarl.errors import UserError
 
