@@ -3,6 +3,9 @@
 import torch
 
 from megarl.algorithms.objective import ObjectiveOptions
+from megarl.environments.exact_match import ExactMatch
+from megarl.environments.score import Environment
+from megarl.environments.visual_answer import VisualAnswer
 from megarl.errors import UserError
 from megarl.media.options import ImageOptions, MediaOptions, VideoOptions
 from megarl.models.build import ModelOptions
@@ -44,6 +47,14 @@ def media_options(recipe: Recipe) -> MediaOptions:
     )
 
 
+def environment_of(recipe: Recipe) -> Environment:
+    """What judges the rollouts."""
+    e = recipe.environment
+    if e.name == "visual_answer":
+        return VisualAnswer(e.format, e.format_reward, e.count_tolerance)
+    return ExactMatch(e.format, e.format_reward)
+
+
 def cuda_graphs(recipe: Recipe) -> bool:
     """Whether decode steps replay CUDA graphs."""
     return recipe.rollout.cuda_graphs and kernels().gpu
@@ -60,6 +71,8 @@ def engine_options(recipe: Recipe) -> EngineOptions:
         block_size_tokens=r.block_size_tokens,
         enable_prefix_caching=r.enable_prefix_caching,
         enable_chunked_prefill=r.enable_chunked_prefill,
+        vision_cache_bytes=int(r.vision_cache_gb * 2**30),
+        patches_per_pass=r.patches_per_pass,
         cuda_graphs=cuda_graphs(recipe),
     )
 

@@ -1,19 +1,20 @@
 """Where a prompt becomes tokens, and the only place where media is expanded."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from itertools import groupby
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from jinja2 import TemplateError
+from transformers.video_utils import VideoMetadata
 
-from megarl.data.prompt import Grid, Prompt
-from megarl.errors import ExpansionError, PromptError, PromptTooLong, UserError
+from megarl.data.prompt import Grid, Kind, MediaSource, Prompt
+from megarl.errors import ExpansionError, PromptTooLong, UserError
+from megarl.media.expanded import find_spans
 from megarl.media.item import EncodedPrompt, MediaItem
+from megarl.media.render import How, render, special_tokens
+
+LoadItem = Callable[[MediaSource], MediaItem]
 
 
 class PositionRule(Protocol):
@@ -32,193 +33,193 @@ def encode_prompt(
     processor: Any,
     positions: PositionRule,
     max_prompt_tokens: int,
-    load_item: Callable[[str, Path], MediaItem],
+    load_item: LoadItem,
 ) -> EncodedPrompt:
     """Render the chat template, tokenise it, and expand each media item into one token a feature.
+
+    The ids are those of transformers' processor on the same text, images and video frames.  The text of a
+    video's frames comes from the times at which the frames are shown, whatever the frame rate.
 
     Media and special tokens come from the template and from the structure of the messages alone.  A special
     token that is spelled out in the text of a message (`<|image_pad|>`, `<|im_end|>`) is tokenised as
     ordinary text.  No token is added that the template does not write, and none is cut off.
 
+    A prompt that comes with its tokens (`Prompt.expanded`) keeps them: see `megarl.media.expanded`.
+
     Args:
-        processor: a transformers processor: its chat template, tokenizer, `image_token` and
-            `image_processor.merge_size` are used.
+        processor: a transformers processor: its chat template, tokenizer, media tokens, `replace_image_token`,
+            `replace_video_token` and the `merge_size` and `temporal_patch_size` of its parts are used.
         positions: the family's rule.
         max_prompt_tokens: most tokens after expansion.
-        load_item: gives the prepared item of a kind (`image`) and a path; see `megarl.media.cache`.
+        load_item: gives the prepared item of a source; see `megarl.media.cache`.
 
     Raises:
         PromptTooLong: too many tokens.
         ExpansionError: an item's media tokens and features differ, or the template lost or added an item.
-        PromptError: a kind of media that is not supported, or messages that the chat template refuses.
-        MediaError: a media file cannot be decoded or prepared.
-        UserError: the tokenizer lacks the media token.
+        PromptError: a kind of media that is not supported, messages that the chat template refuses, or
+            expanded ids that do not fit together.
+        MediaError: a media item cannot be decoded or prepared.
+        UserError: the processor has no media tokens that can be used.
     """
-    tokenizer = processor.tokenizer
-    image_id = media_token(processor)
+    tokens = media_tokens(processor)
     merge_size = processor.image_processor.merge_size
-    items = _load_items(prompt, load_item)
-    pieces = _render(prompt, processor)
-    placeholders = sum(how is _How.IMAGE for how, _ in pieces)
-    if placeholders != len(items):
-        reason = f"the chat template wrote {placeholders} image placeholders for {len(items)} images"
-        raise ExpansionError(prompt.index, reason)
-
-    row = _Row()
-    remaining = iter(items)
-    for how, text in pieces:
-        if how is _How.IMAGE:
-            row.add_media(image_id, next(remaining), merge_size)
-        else:
-            plain = how is _How.PLAIN
-            row.add_text(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=plain))
-
-    for item, tokens in zip(items, row.run_lengths, strict=True):
-        _check_features(prompt.index, item, tokens, merge_size)
-    if len(row.ids) > max_prompt_tokens:
-        raise PromptTooLong(prompt.index, f"{len(row.ids)} tokens, but max_prompt_tokens = {max_prompt_tokens}")
-
+    row = _Row(prompt.row, processor.tokenizer, merge_size)
+    if prompt.expanded is not None:
+        _check_length(prompt, len(prompt.expanded.ids), max_prompt_tokens)
+        _take_expanded(row, prompt, tokens, load_item)
+    else:
+        _expand_messages(row, prompt, processor, tokens, load_item)
+        _check_length(prompt, len(row.ids), max_prompt_tokens)
     media_mask = torch.tensor(row.media_mask, dtype=torch.bool)
     row_positions, next_position = positions(media_mask, row.grids, merge_size)
     ids = torch.tensor(row.ids, dtype=torch.int64)
-    return EncodedPrompt(prompt, ids, media_mask, row_positions, next_position, items)
+    return EncodedPrompt(prompt, ids, media_mask, row_positions, next_position, tuple(row.items))
 
 
-def media_token(processor: Any) -> int:
-    """Id of the token that holds the place of an image feature.
+def media_tokens(processor: Any) -> dict[Kind, int]:
+    """Ids of the tokens that hold the place of a feature, by the kinds of media that the processor prepares.
 
     Raises:
-        UserError: the tokenizer does not know the processor's image token as a special token.
+        UserError: the tokenizer does not know the processor's media token as a special token, or images and
+            videos are merged differently.
     """
-    token = getattr(processor, "image_token", None)
-    special = _special_tokens(processor.tokenizer)
-    if token not in special:
-        known = ", ".join(sorted(special)[:20]) or "none"
-        raise UserError(f"the tokenizer has no special token {token!r} for images; its special tokens: {known}")
-    return special[token]
+    special = special_tokens(processor.tokenizer)
+    kinds: list[Kind] = ["image"]
+    if getattr(processor, "video_processor", None) is not None:
+        kinds.append("video")
+        sides = processor.image_processor.merge_size, processor.video_processor.merge_size
+        if sides[0] != sides[1]:
+            raise UserError(f"the processor's merge_size is {sides[0]} for images and {sides[1]} for videos")
+    tokens = {}
+    for kind in kinds:
+        token = getattr(processor, f"{kind}_token", None)
+        if token not in special:
+            known = ", ".join(sorted(special)[:20]) or "none"
+            raise UserError(f"the tokenizer has no special token {token!r} for {kind}s; its special tokens: {known}")
+        tokens[kind] = special[token]
+    return tokens
 
 
-def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    return {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-
-
-def _load_items(prompt: Prompt, load_item: Callable[[str, Path], MediaItem]) -> tuple[MediaItem, ...]:
-    items = []
-    for message in prompt.messages:
-        for part in message["content"]:
-            if part["type"] == "image":
-                items.append(load_item("image", part["image"]))
-            elif part["type"] != "text":
-                reason = f"a part of type {part['type']!r} is not supported; accepted: image, text"
-                raise PromptError(prompt.index, reason)
-    return tuple(items)
-
-
-class _How(Enum):
-    """How a piece of the rendered prompt becomes tokens."""
-
-    MARKUP = "special tokens are recognised"
-    PLAIN = "special tokens are ordinary text"
-    IMAGE = "the image token, once a feature"
-
-
-def _render(prompt: Prompt, processor: Any) -> list[tuple[_How, str]]:
-    """The chat template's text, cut where the way of tokenising changes.
-
-    Special tokens that are spelled out in messages are hidden from the template behind sentinels, so that
-    every special token in what it renders is its own.  The text between two media items or hidden tokens is
-    one piece, so that BPE merges across the borders of messages and parts as it does in transformers.  To cut
-    at the placeholders changes no id: a tokenizer splits the text at special tokens before its BPE runs.
-    """
-    messages, literals = _hide_literals(prompt.messages, processor.tokenizer)
-    try:
-        text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:
-        raise PromptError(prompt.index, f"refused by the chat template: {error}") from error
-    cuts = "|".join(map(re.escape, [processor.image_token, *literals]))
-    pieces = []
-    for piece in re.split(f"({cuts})", text):
-        if piece == processor.image_token:
-            pieces.append((_How.IMAGE, piece))
-        elif piece in literals:
-            pieces.append((_How.PLAIN, literals[piece]))
-        elif piece:
-            pieces.append((_How.MARKUP, piece))
-    return pieces
-
-
-def _hide_literals(messages: Sequence[dict], tokenizer: Any) -> tuple[list[dict], dict[str, str]]:
-    """Copies of the messages with sentinels in place of special tokens, and what each sentinel stands for."""
-    everything = "".join(part["text"] for m in messages for part in m["content"] if part["type"] == "text")
-    mark = "\ue000"
-    while mark in everything:
-        mark += "\ue000"
-    literals: dict[str, str] = {}
-
-    def hide(text: str) -> str:
-        sentinel = f"{mark}{len(literals)}{mark}"
-        literals[sentinel] = text
-        return sentinel
-
-    longest_first = sorted(_special_tokens(tokenizer), key=len, reverse=True)  # as the tokenizer matches
-    special = re.compile("|".join(map(re.escape, longest_first)))
-    hidden = []
-    for message in messages:
-        content = []
-        for kind, parts in groupby(message["content"], key=lambda part: part["type"]):
-            if kind == "text":
-                texts = _replace_across([part["text"] for part in parts], special, hide)
-                content += [{"type": "text", "text": text} for text in texts]
-            else:
-                content += [{"type": kind, kind: kind} for _ in parts]
-        hidden.append({"role": message["role"], "content": content})
-    return hidden, literals
-
-
-def _replace_across(texts: Sequence[str], pattern: re.Pattern, replace: Callable[[str], str]) -> list[str]:
-    """Replace each match in the concatenated texts; one that crosses a border is replaced on either side."""
-    spans = [match.span() for match in pattern.finditer("".join(texts))]
-    replaced = []
-    begin = 0
-    for text in texts:
-        pieces = []
-        done = 0
-        for start, end in spans:
-            start, end = max(start - begin, 0), min(end - begin, len(text))
-            if start < end:
-                pieces += [text[done:start], replace(text[start:end])]
-                done = end
-        replaced.append("".join([*pieces, text[done:]]))
-        begin += len(text)
-    return replaced
+def _check_length(prompt: Prompt, length: int, max_prompt_tokens: int) -> None:
+    if length > max_prompt_tokens:
+        raise PromptTooLong(prompt.row, f"{length} tokens, but max_prompt_tokens = {max_prompt_tokens}")
 
 
 @dataclass
 class _Row:
+    number: int
+    tokenizer: Any
+    merge_size: int
     ids: list[int] = field(default_factory=list)
     media_mask: list[bool] = field(default_factory=list)
     grids: list[Grid] = field(default_factory=list)
     """Of each run of media tokens."""
-    run_lengths: list[int] = field(default_factory=list)
+    items: list[MediaItem] = field(default_factory=list)
 
-    def add_text(self, ids: list[int]) -> None:
-        self.ids += ids
-        self.media_mask += [False] * len(ids)
+    def add_text(self, text: str, plain: bool) -> None:
+        if text:
+            ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=plain)
+            self.ids += ids
+            self.media_mask += [False] * len(ids)
 
-    def add_media(self, token: int, item: MediaItem, merge_size: int) -> None:
-        length = item.feature_count(merge_size)
+    def add_run(self, token: int, length: int) -> None:
         self.ids += [token] * length
         self.media_mask += [True] * length
-        self.grids.append(item.grid)
-        self.run_lengths.append(length)
+
+    def add_item(self, name: str, item: MediaItem, runs: Sequence[int]) -> None:
+        """Note an item and the grids of its runs of media tokens.
+
+        Raises:
+            ExpansionError: it has not exactly one feature for each of those tokens.
+        """
+        t, h, w = item.grid
+        m = self.merge_size
+        tokens, patches = sum(runs), len(item.pixels)
+        if patches != tokens * m**2 or patches != t * h * w or min(item.grid) < 1 or h % m or w % m:
+            raise ExpansionError(
+                self.number,
+                f"{name} fills {tokens} media tokens but has {patches / m**2:g} features "
+                f"({patches} patches, grid {item.grid}, merge {m} x {m})",
+            )
+        if len(runs) not in (1, t) or len(set(runs)) > 1:
+            reason = f"{name} fills runs of {list(runs)} media tokens; its grid {item.grid} has {t} temporal patches"
+            raise ExpansionError(self.number, reason)
+        self.grids += [item.grid] if len(runs) == 1 else [(1, h, w)] * t
+        self.items.append(item)
 
 
-def _check_features(row: int, item: MediaItem, tokens: int, merge_size: int) -> None:
-    patches = len(item.pixels)
-    _, h, w = item.grid
-    if patches != tokens * merge_size**2 or h % merge_size or w % merge_size:
-        raise ExpansionError(
-            row,
-            f"{item.path} fills {tokens} media tokens but has {patches / merge_size**2:g} features "
-            f"({patches} patches, grid {item.grid}, merge {merge_size} x {merge_size})",
-        )
+def _expand_messages(
+    row: _Row, prompt: Prompt, processor: Any, tokens: Mapping[Kind, int], load_item: LoadItem
+) -> None:
+    """Template and tokenizer see each item's expansion where its placeholder was.
+
+    The placeholder alone is replaced, as in the pinned transformers, which so keeps the template's
+    `<|vision_start|>` and `<|vision_end|>` round all frames of a video, each of which has its own pair
+    (earlier transformers, and vLLM, take the outer pair away)."""
+    placeholders = {kind: getattr(processor, f"{kind}_token") for kind in tokens}
+    pieces = render(prompt, processor, placeholders)
+    sources = {kind: [s for s in prompt.media if s.kind == kind] for kind in tokens}
+    for kind, wanted in sources.items():
+        written = sum(piece == (How.MEDIA, kind) for piece in pieces)
+        if written != len(wanted):
+            reason = f"the chat template wrote {written} {kind} placeholders for {len(wanted)} {kind}s"
+            raise ExpansionError(prompt.row, reason)
+    remaining = {kind: iter(wanted) for kind, wanted in sources.items()}
+
+    markup = ""  # not tokenised before it ends: what the template and an expansion write may merge
+    for how, piece in pieces:
+        if how is How.MARKUP:
+            markup += piece
+        elif how is How.PLAIN:
+            row.add_text(markup, plain=False)
+            row.add_text(piece, plain=True)
+            markup = ""
+        else:
+            source = next(remaining[piece])
+            item = load_item(source)
+            runs = []
+            for part in _expansion(row.number, source.name, item, processor):
+                if isinstance(part, str):
+                    markup += part
+                else:
+                    row.add_text(markup, plain=False)
+                    row.add_run(tokens[piece], part)
+                    runs.append(part)
+                    markup = ""
+            row.add_item(source.name, item, runs)
+    row.add_text(markup, plain=False)
+
+
+def _expansion(number: int, name: str, item: MediaItem, processor: Any) -> list[str | int]:
+    """What the processor writes for an item: markup, and the lengths of runs of media tokens."""
+    grid = torch.tensor([item.grid])
+    if item.kind == "image":
+        token = processor.image_token
+        text = processor.replace_image_token({"image_grid_thw": grid}, 0)
+    else:
+        token = processor.video_token
+        frames, patch = len(item.timestamps), processor.video_processor.temporal_patch_size
+        if -(-frames // patch) != item.grid[0]:
+            reason = f"{name} has the times of {frames} frames; its grid {item.grid} holds {patch} a temporal patch"
+            raise ExpansionError(number, reason)
+        # The processor divides frame numbers by the frame rate and averages over each temporal patch, after it
+        # has repeated the last frame of an odd number.  At one frame a second a frame's number is its time.
+        # A new list, since it is extended in place.
+        metadata = VideoMetadata(total_num_frames=frames, fps=1.0, frames_indices=list(item.timestamps))
+        text = processor.replace_video_token({"video_grid_thw": grid, "video_metadata": [metadata]}, 0)
+    pieces = re.split(f"((?:{re.escape(token)})+)", text)
+    return [len(piece) // len(token) if place % 2 else piece for place, piece in enumerate(pieces)]
+
+
+def _take_expanded(row: _Row, prompt: Prompt, tokens: Mapping[Kind, int], load_item: LoadItem) -> None:
+    expanded = prompt.expanded
+    added = max(row.tokenizer.added_tokens_decoder, default=-1) + 1
+    spans = find_spans(prompt.row, expanded, tokens, max(len(row.tokenizer), added), row.merge_size)
+    row.ids, row.media_mask = list(expanded.ids), [kind > 0 for kind in expanded.kinds]
+    for span in spans:
+        source, grid = expanded.media[span.place], tuple(expanded.grids[span.place])
+        item = load_item(source)
+        if item.grid != grid:
+            reason = f"{source.name} was expanded with grid {grid}, but is prepared with grid {item.grid}"
+            raise ExpansionError(prompt.row, reason)
+        row.add_item(source.name, item, span.runs)

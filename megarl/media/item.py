@@ -18,7 +18,7 @@ class MediaItem:
     grid: Grid
     """(t, h, w) in patches; t counts temporal patches, and is 1 for an image."""
     digest: bytes
-    """SHA-256 of the kind, the grid and the prepared pixels: equal digests give equal features."""
+    """SHA-256 of the decoded pixels, the grid and how they were prepared: equal digests give equal features."""
     name: str
     """Where it came from (`MediaSource.name`), for messages and logs."""
     timestamps: tuple[float, ...] = ()

@@ -18,6 +18,8 @@ QWEN_TEMPLATE = """\
     {%- for part in message.content %}
         {%- if part.type == 'image' or 'image' in part %}
             {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+        {%- elif part.type == 'video' or 'video' in part %}
+            {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
         {%- elif 'text' in part %}
             {{- part.text }}
         {%- endif %}

@@ -1,7 +1,5 @@
-import io
+import os
 import pickle
-import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -9,36 +7,18 @@ import pytest
 import torch
 from PIL import Image
 
-from megarl.media.image import MAX_PIXELS, MediaError, load_image, prepare_image
+from megarl.data.prompt import MediaSource
+from megarl.errors import MediaError
+from megarl.media.image import MAX_PIXELS, load_image, prepare_image
+from megarl.media.options import ImageOptions
+from tests.media.files import encoded, noise, png_header
 
 RED, WHITE = (255, 0, 0), (255, 255, 255)
 
 
-def encoded(image: Image.Image, format: str, **options) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, format, **options)
-    return stream.getvalue()
-
-
-def noise(width: int, height: int, mode: str = "RGB") -> Image.Image:
-    shape = (height, width, len(Image.new(mode, (1, 1)).getbands()))
-    pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    return Image.frombytes(mode, (width, height), pixels.tobytes())
-
-
-def png_header(width: int, height: int) -> bytes:
-    """A PNG that declares a size and has one byte of data."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
-
-
 def load(folder: Path, data: bytes, name: str = "picture.png") -> Image.Image:
     (folder / name).write_bytes(data)
-    image = load_image(folder / name)
+    image = load_image(MediaSource("image", name, path=folder / name))
     assert image.mode == "RGB"
     return image
 
@@ -46,6 +26,7 @@ def load(folder: Path, data: bytes, name: str = "picture.png") -> Image.Image:
 PNG, JPEG = encoded(noise(32, 32), "PNG"), encoded(noise(32, 32), "JPEG")
 
 
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
 @pytest.mark.parametrize(
     "data",
     [b"", b"a text file\n", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", PNG[:8], PNG[:20]]
@@ -59,8 +40,7 @@ PNG, JPEG = encoded(noise(32, 32), "PNG"), encoded(noise(32, 32), "JPEG")
 def test_what_cannot_be_decoded_is_one_line_that_names_the_file(tmp_path, data):
     with pytest.raises(MediaError) as error:
         load(tmp_path, data)
-    assert error.value.path == tmp_path / "picture.png"
-    assert str(error.value) == f"{tmp_path / 'picture.png'}: {error.value.reason}"
+    assert str(error.value) == f"picture.png: {error.value.reason}"
     assert error.value.reason and "\n" not in str(error.value)
     assert isinstance(error.value, ValueError)
 
@@ -75,12 +55,26 @@ def test_a_size_at_which_pillow_only_warns_is_an_error(tmp_path):
 def test_what_is_not_a_file(tmp_path, name):
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(MediaError, match="no such file"):
-        load_image(tmp_path / name)
+        load_image(MediaSource("image", "a", path=tmp_path / name))
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(MediaError, match="^a: no such file"):
+        load_image(MediaSource("image", "a", path=tmp_path / "pipe.png"))
+
+
+def test_a_picture_in_the_row_itself():
+    image = noise(32, 32)
+    decoded = load_image(MediaSource("image", "row 7, image 1", data=encoded(image, "PNG")))
+    assert decoded.tobytes() == image.tobytes()
+    with pytest.raises(MediaError, match="^row 7, image 1: cannot be decoded"):
+        load_image(MediaSource("image", "row 7, image 1", data=PNG[:100]))
 
 
 def test_errors_survive_pickling():
-    error = pickle.loads(pickle.dumps(MediaError(Path("a.png"), "two\nlines")))
-    assert (error.path, error.reason, str(error)) == (Path("a.png"), "two lines", "a.png: two lines")
+    error = pickle.loads(pickle.dumps(MediaError("a.png", "two\nlines")))
+    assert (error.name, error.reason, str(error)) == ("a.png", "two lines", "a.png: two lines")
 
 
 @pytest.mark.parametrize("format", ["PNG", "BMP", "TIFF", "GIF", "WEBP", "JPEG", "AVIF"])
@@ -152,18 +146,33 @@ def test_the_first_frame_of_an_animation(tmp_path, format):
 
 def test_prepared_pixels_are_those_of_transformers(tiny):
     image = noise(40, 24)
-    item = prepare_image(image, tiny.image_processor, Path("a.png"))
+    item = prepare_image(image, tiny.image_processor, "a.png")
     expected = tiny.image_processor(images=[image], return_tensors="pt")
     assert torch.equal(item.pixels, expected["pixel_values"])
     assert item.pixels.dtype == torch.float32 and item.pixels.is_contiguous()
     assert list(item.grid) == expected["image_grid_thw"][0].tolist() == [1, 6, 10]
     assert item.pixels.shape == (60, 3 * 2 * 4 * 4) and item.feature_count(2) == 15
-    assert (item.kind, item.path) == ("image", "a.png")
+    assert (item.kind, item.name) == ("image", "a.png")
 
 
-def test_the_digest_is_of_what_the_vision_tower_sees(tiny):
-    def digest(image, path="a.png"):
-        return prepare_image(image, tiny.image_processor, Path(path)).digest
+def test_the_options_bound_the_pixels(tiny):
+    def grid(options):
+        item = prepare_image(noise(64, 64), tiny.image_processor, "a.png", options)
+        expected = tiny.image_processor(images=[noise(64, 64)], return_tensors="pt", **bounds)
+        assert torch.equal(item.pixels, expected["pixel_values"])
+        return item.grid
+
+    bounds = {}
+    assert grid(ImageOptions()) == (1, 8, 8), "as the processor has it"
+    bounds = {"min_pixels": 64, "max_pixels": 300}
+    assert grid(ImageOptions(64, 300)) == (1, 4, 4)
+    bounds = {"min_pixels": 10_000, "max_pixels": 20_000}
+    assert grid(ImageOptions(10_000, 20_000)) == (1, 26, 26)
+
+
+def test_the_digest_is_of_what_was_decoded_and_how_it_was_prepared(tiny):
+    def digest(image, path="a.png", options=ImageOptions()):
+        return prepare_image(image, tiny.image_processor, path, options).digest
 
     image = noise(16, 16)
     changed = image.copy()
@@ -172,16 +181,17 @@ def test_the_digest_is_of_what_the_vision_tower_sees(tiny):
     assert len(digest(image)) == 32
     assert digest(image) == digest(image.copy(), "b.png")
     assert digest(image) != digest(changed)
+    assert digest(image) != digest(image, options=ImageOptions(min_pixels=64, max_pixels=64))
     assert digest(black_wide) != digest(black_tall), "the same bytes in another grid"
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 3), (1, 200), (200, 1), (3, 1)])
 def test_the_smallest_pictures_are_prepared(tiny, size):
-    item = prepare_image(noise(*size), tiny.image_processor, Path("a.png"))
+    item = prepare_image(noise(*size), tiny.image_processor, "a.png")
     assert len(item.pixels) == item.grid[1] * item.grid[2]
 
 
 @pytest.mark.parametrize("size", [(1, 201), (3000, 2)])
 def test_an_extreme_aspect_ratio_is_a_media_error(tiny, size):
     with pytest.raises(MediaError, match=f"a.png: {size[0]} x {size[1]} pixels refused: .*aspect ratio"):
-        prepare_image(noise(*size), tiny.image_processor, Path("a.png"))
+        prepare_image(noise(*size), tiny.image_processor, "a.png")
