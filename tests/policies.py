@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 
-from megarl.training.packing import PackedRow, TokenSequence, pack
 from megarl.models.build import ModelOptions, Policy, load_policy
+from megarl.packing.rows import PackedRow, TokenSequence, pack
 from megarl.rollout.engine import EngineOptions, RolloutEngine
 from megarl.rollout.sampling import SamplingOptions
 from megarl.training.trainer import OptimizerOptions, Trainer, row_multiple

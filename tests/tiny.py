@@ -9,12 +9,14 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoProcessor, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from megarl.training.packing import TokenSequence
-from megarl.data.prompt import Prompt
+from megarl.data.prompt import MediaSource, Prompt
 from megarl.media.encoder import Encoder
 from megarl.media.item import EncodedPrompt
+from megarl.media.options import MediaOptions, VideoOptions
 from megarl.models.qwen3_vl.positions import mrope_positions
 from megarl.models.tiny_processor import build_tiny_processor
+from megarl.packing.rows import TokenSequence
+from tests.media.files import write_clip
 
 ALPHABET = "".join(map(chr, range(32, 127)))
 VOCABULARY = 128
@@ -88,6 +90,11 @@ def write_picture(path: Path, seed: int, width: int, height: int) -> Path:
     return path
 
 
+def write_video(path: Path, seed: int, frames: int, width: int, height: int, rate: int = 10) -> Path:
+    pixels = np.random.RandomState(seed).randint(0, 256, (frames, height, width, 3), dtype=np.uint8)
+    return write_clip(path, pixels, rate=rate)
+
+
 def make_prompts(folder: Path, processor_folder: Path) -> dict[str, EncodedPrompt]:
     """By name:
 
@@ -95,13 +102,20 @@ def make_prompts(folder: Path, processor_folder: Path) -> dict[str, EncodedPromp
     - `other_image`: the ids of `image` over another picture, after a prefix of two KV blocks of 16;
     - `images`: three of different sizes, two of which touch;
     - `long_text`, `long_image`: several chunks of 64 tokens; a chunk ends inside the picture;
-    - `same_prefix`: begins as `long_text` does.
+    - `same_prefix`: begins as `long_text` does;
+    - `video`: an odd number of frames;  `other_video`: the same ids over other frames;
+    - `both`: a picture before and after a video;
+    - `prose`: the media tokens spelled out in the text beside a picture.
     """
-    encoder = Encoder(AutoProcessor.from_pretrained(processor_folder), mrope_positions, max_prompt_tokens=LONGEST)
+    options = MediaOptions(video=VideoOptions(num_frames=5))
+    processor = AutoProcessor.from_pretrained(processor_folder)
+    encoder = Encoder(processor, mrope_positions, max_prompt_tokens=LONGEST, options=options)
     a = write_picture(folder / "a.png", 1, 24, 16)
     b = write_picture(folder / "b.png", 2, 24, 16)
     c = write_picture(folder / "c.png", 3, 8, 32)
     d = write_picture(folder / "d.png", 4, 32, 32)
+    v = write_video(folder / "v.mp4", 5, frames=9, width=24, height=16)
+    w = write_video(folder / "w.mp4", 6, frames=9, width=24, height=16)
     head = _words(1, 36)
     long_head = _words(2, 130)
     contents = {
@@ -113,9 +127,13 @@ def make_prompts(folder: Path, processor_folder: Path) -> dict[str, EncodedPromp
         "long_text": [long_head, _words(7, 25)],
         "long_image": [_words(8, 50), d, _words(9, 60), b, _words(10, 30)],
         "same_prefix": [long_head, _words(11, 12)],
+        "video": [_words(12, 20), v, _words(13, 8)],
+        "other_video": [_words(12, 20), w, _words(13, 8)],
+        "both": [b, _words(14, 5), v, _words(15, 7), a],
+        "prose": ["<|image_pad|>", a, "<|vision_start|><|video_pad|><|vision_end|> <image>"],
     }
     return {
-        name: encoder.encode(Prompt(index, _message(parts), "7", "tiny"))
+        name: encoder.encode(Prompt(index, index + 1, _message(parts), "7", "tiny"))
         for index, (name, parts) in enumerate(contents.items())
     }
 
@@ -126,7 +144,10 @@ def _words(seed: int, length: int) -> str:
 
 def _message(parts: Sequence[str | Path]) -> tuple[dict]:
     def part(value):
-        return {"type": "text", "text": value} if isinstance(value, str) else {"type": "image", "image": value}
+        if isinstance(value, str):
+            return {"type": "text", "text": value}
+        kind = "video" if value.suffix == ".mp4" else "image"
+        return {"type": kind, kind: MediaSource(kind, value.name, value)}
 
     return ({"role": "user", "content": [part(value) for value in parts]},)
 
@@ -162,11 +183,12 @@ class Reference:
         looks for media by id, is given another id there and the right embedding."""
         ids = torch.cat([prompt.ids, completion])[None]
         kinds = torch.zeros_like(ids)
-        kinds[0, : prompt.ids.numel()] = prompt.media_mask.long()
-        literal = (ids == self.model.config.image_token_id) & (kinds == 0)
+        kinds[:, : prompt.ids.numel()] = media_kinds(prompt)
+        config = self.model.config
+        literal = torch.isin(ids, torch.tensor([config.image_token_id, config.video_token_id])) & (kinds == 0)
 
         def embed(module, arguments, output):
-            return torch.where(literal[..., None], module.weight[self.model.config.image_token_id], output)
+            return torch.where(literal[..., None], module.weight[ids], output)
 
         hook = self.model.get_input_embeddings().register_forward_hook(embed)
         try:
@@ -187,7 +209,7 @@ class Reference:
         out = self.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            mm_token_type_ids=prompt.media_mask.long()[None],
+            mm_token_type_ids=media_kinds(prompt),
             do_sample=False,
             max_new_tokens=tokens,
             **media(prompt),
@@ -195,11 +217,25 @@ class Reference:
         return out[0, ids.shape[1] :]
 
 
+def media_kinds(prompt: EncodedPrompt) -> Tensor:
+    """transformers' `mm_token_type_ids` `[1, n]`: 0 text, 1 image, 2 video."""
+    kinds = torch.zeros(1, prompt.ids.numel(), dtype=torch.long)
+    codes = {"image": 1, "video": 2}
+    kinds[0, prompt.media_mask] = torch.tensor(
+        [codes[item.kind] for item in prompt.items for _ in range(item.feature_count(MERGE))], dtype=torch.long
+    )
+    return kinds
+
+
 def media(prompt: EncodedPrompt) -> dict[str, Tensor]:
     """The media arguments of transformers' model."""
-    if not prompt.items:
-        return {}
-    return {
-        "pixel_values": torch.cat([item.pixels for item in prompt.items]),
-        "image_grid_thw": torch.tensor([item.grid for item in prompt.items]),
-    }
+    arguments = {}
+    for kind, pixels, grids in (
+        ("image", "pixel_values", "image_grid_thw"),
+        ("video", "pixel_values_videos", "video_grid_thw"),
+    ):
+        items = [item for item in prompt.items if item.kind == kind]
+        if items:
+            arguments[pixels] = torch.cat([item.pixels for item in items])
+            arguments[grids] = torch.tensor([item.grid for item in items])
+    return arguments

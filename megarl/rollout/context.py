@@ -7,6 +7,7 @@ from megatron.core.models.common.embeddings.rope_utils import _rotate_half, appl
 from torch import Tensor
 
 from megarl.platform.kernels import kernels
+from megarl.rollout.features import FeatureCache
 from megarl.rollout.prompts import PromptTable
 
 
@@ -43,19 +44,22 @@ class MediaContext(DynamicInferenceContext):
 
 
 class MediaWrapper(GPTInferenceWrapper):
-    """One engine step through the language model; media features come from the prompts' table, so the
-    vision tower is never entered here."""
+    """One engine step through the language model.  Where the step has media tokens their items' features are
+    gathered, and with them the tower is run, if need be, before the language model is entered."""
 
-    def __init__(self, model, context: MediaContext):
+    def __init__(self, model, context: MediaContext, features: FeatureCache):
         super().__init__(model.language_model, context)
-        self.merge = model.merge
+        self.merge, self.features = model.merge, features
 
     def _forward(self, inference_input) -> Tensor:
         tokens, context = inference_input["tokens"], self.inference_context
-        positions, media = self._positions_and_media(tokens)
+        positions, rows = self._positions_and_rows(tokens)
         embeddings = mask = deepstack = None
-        if media is not None:
-            merged = self.merge(tokens[0], media, context.prompts.features)
+        if rows is not None:
+            needed, local = context.prompts.needed_items(rows)
+            items = context.prompts.items
+            found = self.features.gather([items[i] for i in needed], ahead=items[needed[-1] + 1 :])
+            merged = self.merge(tokens[0], local.to(tokens.device), found)
             embeddings, mask, deepstack = merged.embeddings, merged.media_mask, merged.deepstack
         return self.model(
             tokens,
@@ -68,8 +72,9 @@ class MediaWrapper(GPTInferenceWrapper):
             deepstack_visual_embeds=deepstack,
         )
 
-    def _positions_and_media(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Positions int64 `[3, 1, padded tokens]`; feature rows int64 `[padded tokens]` if this step has media."""
+    def _positions_and_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Positions int64 `[3, 1, padded tokens]` on the model's device; feature rows (`PromptTable.lookup`) int64
+        `[padded tokens]` on the CPU if this step has media."""
         context, padded = self.inference_context, tokens.shape[1]
         positions = torch.zeros(3, padded, dtype=torch.long)
         if context.prompts is None:
@@ -83,5 +88,4 @@ class MediaWrapper(GPTInferenceWrapper):
             if bool((rows >= 0).any()):
                 media = torch.full((padded,), -1)
                 media[:n] = rows
-                media = media.to(tokens.device)
         return positions[:, None].to(tokens.device), media

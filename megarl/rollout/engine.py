@@ -33,6 +33,10 @@ class EngineOptions:
     block_size_tokens: int
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    vision_cache_bytes: int = 1 << 28
+    """Bound of the media features that are kept."""
+    patches_per_pass: int = 65536
+    """Patches that go through the vision tower at once."""
     cuda_graphs: bool = False
     """Decode steps replay CUDA graphs; steps with prompts run eagerly."""
 
@@ -50,6 +54,15 @@ class Rollout:
     """Ended by a stop token, not by length."""
 
 
+@dataclass(frozen=True)
+class _Live:
+    """A generation between `start` and `collect`."""
+
+    prompts: list[EncodedPrompt]
+    options: SamplingOptions
+    group_size: int
+
+
 class _VocabularyOnly:
     """Megatron's controller wants a tokenizer; nothing is ever decoded inside the engine."""
 
@@ -62,7 +75,7 @@ class _VocabularyOnly:
 
 
 class RolloutEngine:
-    """Built suspended; `generate` wakes it, and leaves the model ready for training.
+    """Built suspended; `generate` and `advance` wake it, and leave the model ready for training.
 
     Args:
         model: the policy; its language model is stepped in place, its weights are never copied.
@@ -73,7 +86,17 @@ class RolloutEngine:
         config = model.language_model.config
         device = next(model.parameters()).device
         self._model, self._options, self._device = model, options, device
-        self.features = FeatureCache(model.encode, model.merge_size, device)
+        self.features = FeatureCache(
+            model.encode,
+            model.merge_size,
+            device,
+            model.feature_row_bytes,
+            options.vision_cache_bytes,
+            options.patches_per_pass,
+        )
+        self.asked = 0
+        """Media items of all rollouts since the start: how often the tower would have run without groups and caches."""
+        self._live: _Live | None = None
         self._context = MediaContext(
             config,
             InferenceConfig(
@@ -94,7 +117,7 @@ class RolloutEngine:
         self._sampler = Sampler(device)
         with self._evaluating():
             controller = Controller(
-                MediaWrapper(model, self._context),
+                MediaWrapper(model, self._context, self.features),
                 _VocabularyOnly(model.language_model.vocab_size),
                 self._sampler,
             )
@@ -102,12 +125,14 @@ class RolloutEngine:
             self._engine.suspend()
 
     def weights_changed(self) -> None:
-        """The one hook that clears whatever was computed from the weights: the KV prefix cache and the
-        media features.  CUDA graphs read the weights where they are, so they stay valid."""
+        """The one hook that clears whatever was computed from the weights: the KV cache, of prefixes and of live
+        requests, and the media features.  CUDA graphs read the weights where they are, so they stay valid."""
         self.features.clear()
-        self._context.reset()
+        if self._live is None:
+            self._context.reset()
+        else:
+            self._engine.restart_requests()
 
-    @torch.no_grad()
     def generate(
         self,
         prompts: list[EncodedPrompt],
@@ -115,28 +140,78 @@ class RolloutEngine:
         group_size: int = 1,
         keys: list[int] | None = None,
     ) -> list[list[Rollout]]:
-        """Samples `group_size` completions of each prompt.
+        """Samples `group_size` completions of each prompt: `start`, `advance` to the end, `collect`."""
+        if not prompts:
+            return []
+        self.start(prompts, options, group_size, keys)
+        self.advance()
+        return self.collect()
+
+    def start(
+        self,
+        prompts: list[EncodedPrompt],
+        options: SamplingOptions,
+        group_size: int = 1,
+        keys: list[int] | None = None,
+    ) -> None:
+        """Takes requests; nothing is computed yet.
 
         Args:
-            prompts: in any order; equal pictures are encoded once.
+            prompts: at least one, in any order; equal pictures are encoded once.
             keys: one number per prompt that decides its draws together with the rollout's place in its
                 group; equal keys give equal rollouts.  Default: the prompt's place in the list.
 
-        Returns:
-            One list of `group_size` rollouts per prompt.
+        Raises:
+            RuntimeError: a generation is live already, or a prompt is larger than the engine.
         """
-        if not prompts:
-            return []
-        with self._evaluating(), self._awake():
+        if self._live is not None:
+            raise RuntimeError("a generation is live: collect or abandon it first")
+        self._live = _Live(prompts, options, group_size)
+        try:
             self._begin(prompts, options, group_size, keys or list(range(len(prompts))))
-            while self._engine.has_unfinished_requests():
-                self._engine.step_modern()
-        return self._collect(prompts, options, group_size)
+        except BaseException:
+            self.abandon()
+            raise
+
+    @torch.no_grad()
+    def advance(self, max_steps: int | None = None) -> bool:
+        """Steps to the end, or at most `max_steps` times, and suspends: the model is ready for training then.
+
+        Between two calls the weights may change, if `weights_changed` is told.
+
+        Returns:
+            Whether all is sampled.
+        """
+        try:
+            with self._evaluating(), self._awake():
+                steps = 0
+                while self._engine.has_unfinished_requests() and steps != max_steps:
+                    self._engine.step_modern()
+                    steps += 1
+                return not self._engine.has_unfinished_requests()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def collect(self) -> list[list[Rollout]]:
+        """One list of `group_size` rollouts per prompt, of the generation that `advance` brought to its end."""
+        live = self._live
+        assert live is not None and not self._engine.has_unfinished_requests()
+        self._live = self._context.prompts = None
+        return self._rollouts(live)
+
+    def abandon(self) -> None:
+        """Drops the live generation, if there is one."""
+        if self._live is None:
+            return
+        self._live = self._context.prompts = None
+        self._engine.reset()
+        self._engine.suspend()
 
     def _begin(self, prompts, options: SamplingOptions, group_size: int, keys: list[int]) -> None:
-        features, rows = self.features([item for prompt in prompts for item in prompt.items])
+        self.asked += group_size * sum(len(prompt.items) for prompt in prompts)
         prompt_of_request = torch.arange(len(prompts)).repeat_interleave(group_size)
-        self._context.prompts = build_prompt_table(prompts, prompt_of_request, features, rows)
+        self._context.prompts = build_prompt_table(prompts, prompt_of_request, self._model.merge_size)
         self._sampler.options = options
         self._sampler.keys = group_keys(np.array(keys, dtype=np.uint64), group_size)
         self._engine.controller.begin(options.stop_ids)
@@ -169,15 +244,15 @@ class RolloutEngine:
             return []
         return prefix_hashes(prompt, self._model.merge_size, self._options.block_size_tokens)
 
-    def _collect(self, prompts, options: SamplingOptions, group_size: int) -> list[list[Rollout]]:
+    def _rollouts(self, live: "_Live") -> list[list[Rollout]]:
         done = self._engine.completions
         groups = []
-        for index, prompt in enumerate(prompts):
+        for index, prompt in enumerate(live.prompts):
             group = []
-            for request in range(index * group_size, (index + 1) * group_size):
+            for request in range(index * live.group_size, (index + 1) * live.group_size):
                 n = int(done.count[request])
                 ids = done.tokens[request, :n]
-                stopped = n > 0 and int(ids[-1]) in options.stop_ids
+                stopped = n > 0 and int(ids[-1]) in live.options.stop_ids
                 group.append(Rollout(prompt, ids.clone(), done.log_probs[request, :n].clone(), stopped))
             groups.append(group)
         return groups
@@ -201,9 +276,6 @@ class RolloutEngine:
         finally:
             if collected:
                 gc.enable()
-            if self._engine.has_unfinished_requests():  # an exception is on its way
-                self._engine.reset()
-            self._context.prompts = None
             self._engine.suspend()
             # Scratch made under torch.inference_mode cannot be written by a training forward.
             get_global_memory_buffer().buffer.clear()

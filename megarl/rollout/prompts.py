@@ -11,7 +11,7 @@ import torch
 from megatron.core.inference.inference_request import compute_block_hashes_batched
 from torch import Tensor
 
-from megarl.media.item import EncodedPrompt
+from megarl.media.item import EncodedPrompt, MediaItem
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,12 +21,14 @@ class PromptTable:
     positions: Tensor
     """int64 `[3, prompt tokens]`: rotary positions."""
     feature_rows: Tensor
-    """int64 `[prompt tokens]`: row of `features`, -1 for text."""
+    """int64 `[prompt tokens]`: place of the token's feature if those of all `items` lay end to end, -1 for text."""
+    items: tuple[MediaItem, ...]
+    """Distinct, in the order in which prompts first use them."""
+    item_start: Tensor
+    """int64 `[items + 1]`: where the features of each item would begin."""
     offset: Tensor
     """int64 `[prompts]`: rotary position of token t of the completion is `t + offset`, t counted from
     the start of the prompt."""
-    features: Tensor | None
-    """`[1 + deepstack layers, rows, hidden]` on the model's device; None without media."""
     prompt_of_request: Tensor
     """int64 `[requests]`."""
 
@@ -40,27 +42,46 @@ class PromptTable:
         positions = torch.where(inside, self.positions[:, flat], places + self.offset[prompt])
         return positions, torch.where(inside, self.feature_rows[flat], -1)
 
+    def needed_items(self, feature_rows: Tensor) -> tuple[list[int], Tensor]:
+        """What a step's media tokens need.
+
+        Args:
+            feature_rows: int64 `[n]` as `lookup` gives them.
+
+        Returns:
+            Indices of the items, ascending; and int64 `[n]`: the tokens' places in the features of these items
+            alone, end to end, -1 for text.
+        """
+        media = feature_rows >= 0
+        item = torch.searchsorted(self.item_start, feature_rows[media], right=True) - 1
+        needed, which = item.unique(return_inverse=True)
+        lengths = self.item_start[needed + 1] - self.item_start[needed]
+        local = torch.full_like(feature_rows, -1)
+        local[media] = feature_rows[media] - self.item_start[item] + (lengths.cumsum(0) - lengths)[which]
+        return needed.tolist(), local
+
     def decode_positions(self, requests: Tensor, places: Tensor) -> Tensor:
         """int64 `[n]`, equal on the three axes: positions of sampled tokens, one per request."""
         return places + self.offset[self.prompt_of_request[requests]]
 
 
-def build_prompt_table(
-    prompts: list[EncodedPrompt], prompt_of_request: Tensor, features: Tensor | None, rows: dict[bytes, range]
-) -> PromptTable:
-    """Lays the prompts end to end; `rows` gives the rows of `features` of each media item, by digest."""
+def build_prompt_table(prompts: list[EncodedPrompt], prompt_of_request: Tensor, merge_size: int) -> PromptTable:
+    """Lays the prompts end to end, and the features of their distinct items as well."""
+    items = {item.digest: item for prompt in prompts for item in prompt.items}
+    item_start = torch.tensor([0, *(item.feature_count(merge_size) for item in items.values())]).cumsum(0)
+    ranges = {digest: torch.arange(*item_start[i : i + 2].tolist()) for i, digest in enumerate(items)}
     lengths = torch.tensor([0, *(p.ids.numel() for p in prompts)])
     feature_rows = torch.full((int(lengths.sum()),), -1)
-    mask = torch.cat([p.media_mask for p in prompts])
-    media = [torch.arange(r.start, r.stop) for p in prompts for r in (rows[i.digest] for i in p.items)]
-    if media:
-        feature_rows[mask] = torch.cat(media)
+    if items:
+        mask = torch.cat([p.media_mask for p in prompts])
+        feature_rows[mask] = torch.cat([ranges[item.digest] for prompt in prompts for item in prompt.items])
     return PromptTable(
         start=lengths.cumsum(0),
         positions=torch.cat([p.positions for p in prompts], 1),
         feature_rows=feature_rows,
+        items=tuple(items.values()),
+        item_start=item_start,
         offset=torch.tensor([p.next_position for p in prompts]) - lengths[1:],
-        features=features,
         prompt_of_request=prompt_of_request,
     )
 

@@ -7,7 +7,7 @@ both stay tensors: a step writes one column of the results and looks at single r
 from dataclasses import dataclass
 
 import torch
-from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, EngineState
 from megatron.core.inference.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
@@ -110,14 +110,32 @@ class SteppingEngine(DynamicInferenceEngine):
             self._requeue(evict_request_ids.tolist())
         return [], []
 
+    def restart_requests(self) -> None:
+        """The KV cache of live requests is worth nothing any more: when the engine, which is suspended, wakes up,
+        each begins again with what it sampled as part of its prompt."""
+        assert self.state is EngineState.SUSPENDED
+        waiting = [*self.resume_request_ids, *self.waiting_request_ids]
+        self.waiting_request_ids.clear()
+        begun = sorted(self.requests.keys() - set(waiting))
+        for request_id in begun:
+            self._continue_as_prompt(request_id)
+        for request_id in waiting:
+            request = self.get_request(request_id)
+            request.remaining_prompt_tokens, request.finished_chunk_token_count = request.prompt_tokens, 0
+        self.resume_request_ids = [*begun, *waiting]
+        self.context.reset()
+
+    def _continue_as_prompt(self, request_id: int) -> None:
+        record = self.requests[request_id].record
+        earlier = sum(len(request.generated_tokens) for request in record.requests[:-1])
+        count = int(self.completions.count[request_id])
+        record[-1].generated_tokens = self.completions.tokens[request_id, earlier:count].tolist()
+        record.checkpoint()
+
     def _requeue(self, evicted: list[int]) -> None:
-        """Puts evicted requests at the head of the queue; what they sampled becomes part of their prompt."""
+        """Puts evicted requests at the head of the queue."""
         for request_id in evicted:
-            record = self.requests[request_id].record
-            earlier = sum(len(request.generated_tokens) for request in record.requests[:-1])
-            count = int(self.completions.count[request_id])
-            record[-1].generated_tokens = self.completions.tokens[request_id, earlier:count].tolist()
-            record.checkpoint()
+            self._continue_as_prompt(request_id)
         self.evicted_request_count += len(evicted)
         self.waiting_request_ids.extendleft(evicted)
         if self.context.chunked_prefill_request_id != -1:  # must stay first

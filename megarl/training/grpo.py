@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megarl.algorithms.advantages import spread
 from megarl.algorithms.objective import METRICS, ObjectiveInputs, ObjectiveOptions, cross_entropy, objective
-from megarl.training.packing import PackedRow, TokenSequence, pack
+from megarl.packing.rows import PackedRow, TokenSequence, pack
 from megarl.training.reduce import over_data_parallel
 from megarl.training.reference import ReferencePolicy
 from megarl.training.trainer import Trainer, row_multiple

@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megarl.training.packing import PackedRow
+from megarl.packing.rows import PackedRow
 from megarl.training.log_probs import LogProbRequest, token_log_probs
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.tiny import make_prompts, write_checkpoint
+from tests.tiny import make_prompts, make_sequences, media, media_kinds, write_checkpoint
 
 pytestmark = pytest.mark.gpu
 
@@ -34,38 +34,29 @@ def _transformers(folder, sequences, dtype, weights_dtype=torch.bfloat16):
     out = []
     for prompt, completion in sequences:
         ids = torch.cat([prompt.ids, completion])[None].cuda()
-        kinds = torch.zeros_like(ids, dtype=torch.int32)
-        kinds[0, : prompt.ids.numel()] = prompt.media_mask.int().cuda()
-        media = {}
-        if prompt.items:
-            media = {
-                "pixel_values": torch.cat([i.pixels for i in prompt.items]).cuda().to(dtype),
-                "image_grid_thw": torch.tensor([i.grid for i in prompt.items]).cuda(),
-            }
+        kinds = torch.zeros_like(ids)
+        kinds[:, : prompt.ids.numel()] = media_kinds(prompt)
+        arguments = {name: value.cuda() for name, value in media(prompt).items()}
+        for name in arguments.keys() & {"pixel_values", "pixel_values_videos"}:
+            arguments[name] = arguments[name].to(dtype)
         with torch.no_grad():
             logits = model(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 mm_token_type_ids=kinds,
                 use_cache=False,
-                **media,
+                **arguments,
             ).logits
         log_probs = logits[0, prompt.ids.numel() - 1 : -1].float().log_softmax(-1)
         out.append(log_probs.gather(1, completion.cuda()[:, None])[:, 0].cpu())
     return torch.cat(out)
 
 
-@pytest.mark.parametrize("chunked", [False, True], ids=["plain", "prefix-cache-and-chunks"])
-def test_engine_trainer_and_transformers_agree(policy, tmp_path, chunked):
-    from megarl.training.packing import TokenSequence, pack
+def _engine(model, chunked: bool, **options):
     from megarl.rollout.engine import EngineOptions, RolloutEngine
-    from megarl.rollout.sampling import SamplingOptions
-    from megarl.training.trainer import Trainer
 
-    folder, loaded = policy
-    prompts = list(make_prompts(tmp_path, folder).values())
-    engine = RolloutEngine(
-        loaded.model,
+    return RolloutEngine(
+        model,
         EngineOptions(
             max_requests=32,
             max_tokens_per_step=128 if chunked else 2048,
@@ -75,12 +66,25 @@ def test_engine_trainer_and_transformers_agree(policy, tmp_path, chunked):
             enable_prefix_caching=chunked,
             enable_chunked_prefill=chunked,
             cuda_graphs=True,
+            **options,
         ),
     )
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["plain", "prefix-cache-and-chunks"])
+def test_engine_trainer_and_transformers_agree(policy, tmp_path, chunked):
+    from megarl.packing.rows import TokenSequence, pack
+    from megarl.rollout.sampling import SamplingOptions
+    from megarl.training.trainer import Trainer
+
+    folder, loaded = policy
+    prompts = list(make_prompts(tmp_path, folder).values())
+    engine = _engine(loaded.model, chunked)
     groups = engine.generate(prompts, SamplingOptions(NEW_TOKENS, (), 1.0), group_size=2)
     # transformers looks for media by id and refuses a sampled media token.
-    media = {prompt.ids[prompt.media_mask][0].item() for prompt in prompts if prompt.items}
-    rollouts = [r for group in groups for r in group if not media & set(r.ids.tolist())]
+    tokens = {i for prompt in prompts for i in prompt.ids[prompt.media_mask].tolist()}
+    rollouts = [r for group in groups for r in group if not tokens & set(r.ids.tolist())]
+    assert {item.kind for r in rollouts for item in r.prompt.items} == {"image", "video"}
     assert len(rollouts) > len(prompts) / 2
     sampled = torch.cat([r.log_probs for r in rollouts])
     rows = pack([TokenSequence(r.prompt, r.ids) for r in rollouts], 4096, loaded.model.merge_size)
@@ -99,3 +103,29 @@ def test_engine_trainer_and_transformers_agree(policy, tmp_path, chunked):
     assert (sampled - trained).abs().mean() < own.mean()
     assert (sampled - exact).abs().mean() < 1.5 * own.mean()
     assert (trained - exact).abs().mean() < 1.5 * own.mean()
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["plain", "prefix-cache-and-chunks"])
+def test_suspended_in_mid_generation(policy, tmp_path, chunked):
+    """The engine sleeps between steps while the trainer runs on the same module, with room for few features: the
+    tokens are those of an undisturbed run."""
+    from megarl.packing.rows import pack
+    from megarl.rollout.sampling import SamplingOptions
+    from megarl.training.trainer import OptimizerOptions, Trainer
+
+    folder, loaded = policy
+    prompts = make_prompts(tmp_path, folder)
+    trainer = Trainer(loaded.model, 1.0, 512)
+    trainer.begin(OptimizerOptions(1e-3, total_updates=10))
+    engine = _engine(loaded.model, chunked, vision_cache_bytes=16 * loaded.model.feature_row_bytes)
+    sampling = SamplingOptions(NEW_TOKENS, (), 1.0)
+    whole = engine.generate(list(prompts.values()), sampling, group_size=2)
+    engine.weights_changed()
+    engine.start(list(prompts.values()), sampling, group_size=2)
+    rows, rounds = pack(make_sequences(prompts), 4096, loaded.model.merge_size), 0
+    while not engine.advance(max_steps=5):
+        trainer.score(rows)
+        rounds += 1
+    assert rounds >= 4
+    for a, b in zip([r for g in engine.collect() for r in g], [r for g in whole for r in g], strict=True):
+        assert torch.equal(a.ids, b.ids) and torch.equal(a.log_probs, b.log_probs)

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.training.packing import TokenSequence, pack
 from megarl.media.item import EncodedPrompt, MediaItem
 from megarl.models.qwen3_vl.positions import mrope_positions
+from megarl.packing.rows import TokenSequence, pack
 
 MERGE, MEDIA = 2, 99
 ITEMS = [

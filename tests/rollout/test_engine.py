@@ -9,7 +9,7 @@ from tests import tiny
 from tests.distributed import LAYOUTS, TP1, TP2, TP2_SP, lazy
 
 policies = lazy("tests.policies")
-packing = lazy("megarl.training.packing")
+packing = lazy("megarl.packing.rows")
 parallel_state = lazy("megatron.core.parallel_state")
 
 MODES = {
@@ -361,10 +361,7 @@ def test_scarcity(checkpoint, prompts, limits):
     plenty = policies.engine(policy.model, kv_cache_gb=0.1, max_requests=64).generate(batch, sampling, 3)
     engine = policies.engine(policy.model, **limits)
     scarce = engine.generate(batch, sampling, 3)
-    for some, all_ in zip(scarce, plenty, strict=True):
-        for a, b in zip(some, all_, strict=True):
-            assert a.ids.tolist() == b.ids.tolist()
-            assert largest(a.log_probs - b.log_probs) < TOLERANCE
+    assert_equal_rollouts(scarce, plenty)
     if "kv_cache_gb" in limits:
         assert engine._engine.evicted_request_count > 0
     again = engine.generate(batch, sampling, 3)  # nothing is left over from the first time
@@ -376,14 +373,131 @@ def test_pictures_are_encoded_once(checkpoint, prompts):
     """Once a weight version, however many rollouts, prompts and calls use them."""
     engine = policies.engine(policies.policy(checkpoint).model, **BOTH)
     batch = list(prompts.values())
-    distinct = len({item.digest for prompt in batch for item in prompt.items})
-    assert distinct == 4
-    for _ in range(2):
+    items = [item for prompt in batch for item in prompt.items]
+    distinct = len({item.digest for item in items})
+    assert distinct == 6 < len(items)
+    for time in range(1, 3):
         engine.generate(batch, policies.sampling(2), 3)
         assert engine.features.encoded == distinct
+        assert engine.asked == time * 3 * len(items)
     engine.weights_changed()
     engine.generate(batch, policies.sampling(2), 3)
     assert engine.features.encoded == 2 * distinct
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("patches_per_pass", [16, 65536])
+def test_few_features_at_a_time(checkpoint, prompts, mode, patches_per_pass):
+    """A budget below the features of one prompt, and passes below one picture: the same rollouts, and no more is
+    kept than the budget says."""
+    model = policies.policy(checkpoint).model
+    batch, sampling = list(prompts.values()), policies.sampling()
+    plenty = policies.engine(model, **MODES[mode]).generate(batch, sampling, 2)
+    budget = 8 * model.feature_row_bytes
+    engine = policies.engine(model, vision_cache_bytes=budget, patches_per_pass=patches_per_pass, **MODES[mode])
+    assert_equal_rollouts(engine.generate(batch, sampling, 2), plenty)
+    assert 0 < engine.features.bytes <= budget
+
+
+# Interruptions
+
+
+def test_suspended_in_mid_generation(ranks, checkpoint, prompts, layout, mode):
+    """Between any two steps the engine sleeps and the trainer runs forward and backward on the same module: every
+    rollout is what it is undisturbed."""
+    for error, tokens_equal, rounds in ranks.run(
+        _interrupted, checkpoint, list(prompts.values()), layout, mode, **layout.job
+    ):
+        assert tokens_equal and error < TOLERANCE
+        assert rounds >= 5
+
+
+def _interrupted(checkpoint, prompts, layout, mode):
+    policy = policies.policy(checkpoint, sequence_parallel=layout.sequence_parallel)
+    trainer, engine = policies.trainer(policy.model), policies.engine(policy.model, **mode)
+    sampling = policies.sampling()
+    whole = engine.generate(prompts, sampling, 2)
+    engine.weights_changed()  # so that the second time nothing is cached
+    engine.start(prompts, sampling, 2)
+    rows, rounds = policies.rows(tiny.make_sequences(dict(enumerate(prompts)))), 1
+    while not engine.advance(max_steps=2):
+        assert policy.model.training
+        _gradients(trainer, rows)
+        rounds += 1
+    again = engine.collect()
+    pairs = [(a, b) for x, y in zip(whole, again, strict=True) for a, b in zip(x, y, strict=True)]
+    tokens_equal = all(a.ids.tolist() == b.ids.tolist() for a, b in pairs)
+    return max(largest(a.log_probs - b.log_probs) for a, b in pairs), tokens_equal, rounds
+
+
+def test_weights_change_in_mid_generation(ranks, checkpoint, prompts, layout, mode):
+    """What was sampled before the update has the old weights' log-probabilities, what came after it the new ones',
+    of the whole sequence so far: nothing that older weights computed is served."""
+    for old, new, counts, moved in ranks.run(
+        _update_in_between, checkpoint, list(prompts.values()), layout, mode, **layout.job
+    ):
+        assert old < TOLERANCE and new < TOLERANCE
+        assert min(counts) > 0
+        assert moved > 0.1
+
+
+def _update_in_between(checkpoint, prompts, layout, mode):
+    policy = policies.policy(checkpoint, sequence_parallel=layout.sequence_parallel)
+    trainer, engine = policies.trainer(policy.model), policies.engine(policy.model, **mode)
+    frozen = policies.policy(checkpoint, sequence_parallel=layout.sequence_parallel)
+    engine.start(prompts, policies.sampling(8, ()), 2)
+    # Prefill in chunks takes several steps: some requests have begun, others wait, when the weights change.
+    engine.advance(max_steps=6)
+    done = engine._engine.completions.count.clone()
+    policies.one_update(trainer, tiny.make_sequences(dict(enumerate(prompts))))
+    engine.weights_changed()
+    assert engine.advance()
+    rollouts = [rollout for group in engine.collect() for rollout in group]
+    sequences = [packing.TokenSequence(r.prompt, r.ids) for r in rollouts]
+    new = policies.score(trainer, sequences)
+    old = policies.score(policies.trainer(frozen.model), sequences)
+    errors_old = [largest((r.log_probs - o)[:n]) for r, o, n in zip(rollouts, old, done, strict=True) if n > 0]
+    errors_new = [largest((r.log_probs - o)[n:]) for r, o, n in zip(rollouts, new, done, strict=True) if n < 8]
+    moved = min(largest(a - b) for a, b in zip(old, new, strict=True))
+    return max(errors_old), max(errors_new), (len(errors_old), len(errors_new)), moved
+
+
+@pytest.mark.ranks(1)
+def test_abandoned(checkpoint, prompts):
+    """A generation that is dropped half way leaves nothing behind; two at a time are refused."""
+    engine = policies.engine(policies.policy(checkpoint).model, **BOTH)
+    batch, sampling = list(prompts.values()), policies.sampling()
+    whole = engine.generate(batch, sampling, 2)
+    engine.start(batch, policies.sampling(temperature=0.0), 3)
+    engine.advance(max_steps=4)
+    with pytest.raises(RuntimeError, match="a generation is live"):
+        engine.generate(batch, sampling)
+    engine.abandon()
+    engine.abandon()
+    engine.weights_changed()
+    assert_equal_rollouts(engine.generate(batch, sampling, 2), whole)
+
+
+# Samples do not touch each other
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_no_cross_talk(checkpoint, prompts, kind, mode):
+    """Another picture, or another clip, in one prompt of a batch moves that prompt's log-probabilities and no
+    other's; the caches are warm with the first one."""
+    engine = policies.engine(policies.policy(checkpoint).model, **MODES[mode])
+    batch = {name: prompt for name, prompt in prompts.items() if name != f"other_{kind}"}
+    changed = {**batch, kind: prompts[f"other_{kind}"]}
+    assert torch.equal(batch[kind].ids, changed[kind].ids)
+    # Greedy and one token: completions are equal wherever the distribution is.
+    sampling = policies.sampling(1, (), temperature=0.0)
+    before, after = (engine.generate(list(b.values()), sampling) for b in (batch, changed))
+    for name, (a,), (b,) in zip(batch, before, after, strict=True):
+        moved = largest(a.log_probs - b.log_probs)
+        assert moved > 1e-3 if name == kind else moved < 1e-6, name
 
 
 @pytest.mark.ranks(1)
@@ -405,6 +519,12 @@ def test_after_a_failed_call(checkpoint, prompts):
 
 def largest(values: torch.Tensor) -> float:
     return float(values.detach().abs().max())
+
+
+def assert_equal_rollouts(some: list, others: list) -> None:
+    for a, b in zip([r for g in some for r in g], [r for g in others for r in g], strict=True):
+        assert a.ids.tolist() == b.ids.tolist()
+        assert largest(a.log_probs - b.log_probs) < TOLERANCE
 
 
 def same_on_all_ranks(answers: list) -> None:

@@ -13,14 +13,14 @@ pytestmark = pytest.mark.ranks(1)
 
 
 def _table(prompts, group=2):
-    """Rows of features by digest as `FeatureCache` gives them, and the table."""
+    """Rows of the features by digest if all distinct items' lay end to end, and the table."""
     rows, start = {}, 0
     for item in [item for prompt in prompts for item in prompt.items]:
         if item.digest not in rows:
             rows[item.digest] = range(start, start + item.feature_count(tiny.MERGE))
             start = rows[item.digest].stop
     owner = torch.arange(len(prompts)).repeat_interleave(group)
-    return rows, tables.build_prompt_table(prompts, owner, torch.zeros(3, start, 4), rows)
+    return rows, tables.build_prompt_table(prompts, owner, tiny.MERGE)
 
 
 def test_lookup(prompts):
@@ -44,6 +44,24 @@ def test_lookup(prompts):
     found = table.lookup(torch.tensor(requests)[order], torch.tensor(places)[order])
     assert torch.equal(found[0], torch.cat(positions, 1)[:, order])
     assert torch.equal(found[1], torch.cat(features)[order])
+
+
+def test_needed_items(prompts):
+    """Any set of a step's tokens: their places in the features of the items that they belong to, and no others."""
+    _, table = _table(list(prompts.values()))
+    total = int(table.item_start[-1])
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randint(-1, total, (seed + 1,), generator=generator)
+        needed, local = table.needed_items(rows)
+        end_to_end = torch.cat(
+            [torch.empty(0, dtype=torch.long)]
+            + [torch.arange(int(table.item_start[i]), int(table.item_start[i + 1])) for i in needed]
+        )
+        assert torch.equal(local >= 0, rows >= 0)
+        assert torch.equal(end_to_end[local[rows >= 0]], rows[rows >= 0])
+        owners = {i for i in range(len(table.items)) for r in rows.tolist() if r in range(*table.item_start[i : i + 2])}
+        assert needed == sorted(owners)
 
 
 def test_decode_positions(prompts):

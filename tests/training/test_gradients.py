@@ -116,18 +116,19 @@ def _freeze(checkpoint, sequences, part, sequence_parallel):
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("what", ["pixels", "token"])
+@pytest.mark.parametrize("what", ["picture", "video", "token"])
 def test_no_cross_talk(checkpoint, prompts, what):
-    """One sample's picture, or one of its prompt's tokens, changes its log-probabilities and no other's, in
+    """One sample's picture or clip, or one of its prompt's tokens, changes its log-probabilities and no other's, in
     one row with all of them."""
     import dataclasses
 
     trainer = policies.trainer(policies.policy(checkpoint).model)
     sequences = tiny.make_sequences(prompts)
     before = policies.score(trainer, sequences, tokens_per_row=4096)
-    place = list(prompts).index("images")
+    place = list(prompts).index("both" if what == "video" else "images")
     prompt = sequences[place].prompt
-    if what == "pixels":
+    if what != "token":
+        assert prompt.items[1].kind == ("video" if what == "video" else "image")
         item = dataclasses.replace(prompt.items[1], pixels=-prompt.items[1].pixels, digest=b"other")
         prompt = dataclasses.replace(prompt, items=(prompt.items[0], item, *prompt.items[2:]))
     else:

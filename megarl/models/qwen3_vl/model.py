@@ -102,6 +102,12 @@ class Qwen3VL(Qwen3VLModel):
         """Side of the square of patches that becomes one media token."""
         return self.vision_transformer_config.spatial_merge_size
 
+    @property
+    def feature_row_bytes(self) -> int:
+        """Bytes of what `encode` returns for one media token."""
+        layers = 1 + len(self.vision_transformer_config.deepstack_visual_indexes)
+        return layers * self.config.hidden_size * self.config.params_dtype.itemsize
+
     def encode(self, pixels: Tensor, grids: Tensor) -> Tensor:
         """Runs the vision tower.
 
