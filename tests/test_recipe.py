@@ -386,6 +386,16 @@ TINY = "model.tiny_processor"
         ),
         (
             MINIMAL,
+            ["environment.count_tolerance=1"],
+            "environment.count_tolerance = 1, environment.name = 'exact_match': only visual_answer knows counts",
+        ),
+        (
+            MINIMAL,
+            ["data.generator_options.train=8"],
+            "data.generator_options = {'train': 8}, data.generator = None: options need a generator",
+        ),
+        (
+            MINIMAL,
             ["algorithm.minibatches=5"],
             "algorithm.minibatches = 5, algorithm.prompts_per_step = 32: minibatches should divide",
         ),

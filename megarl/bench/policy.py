@@ -1,59 +1,9 @@
-"""`python -m megarl.bench RECIPE [key=value ...]`: speed as ratios to a peer, both measured in this run.
+"""Engine and trainer against transformers: decode, training step, hand-over of the weights, vision encodes."""
 
-Peers: transformers' `generate` for the engine, a plain PyTorch step (the same Hugging Face model, padded batch,
-torch's AdamW) for training.  Same weights, prompts, lengths and threads; each figure is the median of several
-rounds in which the two take turns.
-"""
-
-import argparse
-import json
-import statistics
-import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megarl.errors import UserError
-from megarl.platform import launch
-from megarl.platform.kernels import kernels
-from megarl.recipe import load_recipe
-
-
-@dataclass(frozen=True)
-class Line:
-    name: str
-    unit: str
-    megarl: float
-    peer: float | None = None
-    """The same work by the peer, in the same unit; None where there is none."""
-
-    @property
-    def ratio(self) -> float | None:
-        return None if self.peer is None else self.megarl / self.peer
-
-
-def bench(arguments: list[str]) -> None:
-    """Prints the table, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(prog="megarl.bench", description=__doc__.splitlines()[0])
-    parser.add_argument("recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--requests", default="1,16,64,512", help="concurrent requests, comma separated")
-    parser.add_argument("--prompt-tokens", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--train-tokens", type=int, default=4096, help="tokens of a training step")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_intermixed_args(arguments)
-    recipe = load_recipe(options.recipe, options.overrides)
-    if launch.world_size() > 1:
-        raise UserError("megarl.bench measures one rank: start it without torchrun")
-    launch.start(1, recipe.seed, recipe.rollout.cuda_graphs and kernels().gpu)
-    lines = measure(recipe, options)
-    if options.json:
-        print(json.dumps({"machine": str(kernels()), "lines": [asdict(x) | {"ratio": x.ratio} for x in lines]}))
-    else:
-        _print(lines)
+from megarl.bench.lines import Line, median_seconds, turns
+from megarl.media.item import EncodedPrompt, MediaItem
 
 
 def measure(recipe, options) -> list[Line]:
@@ -92,23 +42,56 @@ def measure(recipe, options) -> list[Line]:
     for count in requests:
         prompts = [_prompt(options.prompt_tokens, policy.model.language_model.vocab_size) for _ in range(count)]
         ids = torch.stack([p.ids for p in prompts]).to(device)
-        ours, theirs = _turns(
+        ours, theirs = turns(
             lambda prompts=prompts: engine.generate(prompts, sampling),
             lambda ids=ids: peer.generate(ids, options.new_tokens, sampling.temperature),
             options.rounds,
         )
         tokens = count * options.new_tokens
         lines.append(Line(f"decode, {count} request(s)", "tokens/s", tokens / ours, tokens / theirs))
+    lines.append(_encodes_line(engine, policy, options))
     lines.append(_train_line(trainer, policy, peer, recipe, options, device))
-    lines.append(Line("weights change hands", "ms", 1e3 * _median(engine.weights_changed, 20)))
+    lines.append(Line("weights change hands", "ms", 1e3 * median_seconds(engine.weights_changed, 20)))
     return lines
+
+
+def _encodes_line(engine, policy, options) -> Line:
+    """16 rollouts of each of 8 prompts, every two of which show the same picture; two calls, as a step and an
+    evaluation make them.  The peer encodes for each rollout."""
+    import torch
+
+    from megarl.rollout.sampling import SamplingOptions
+
+    vision = policy.model.vision_transformer_config
+    side = 2 * vision.spatial_merge_size
+    length = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    prompts = []
+    for picture in range(4):
+        item = MediaItem("image", torch.rand(side**2, length), (1, side, side), bytes([picture]), f"picture {picture}")
+        prompts += [_picture_prompt(item, options.prompt_tokens, policy.model) for _ in range(2)]
+    encoded, asked = engine.features.encoded, engine.asked
+    for _ in range(2):
+        engine.generate(prompts, SamplingOptions(1, ()), group_size=16)
+    saved = engine.features.encoded - encoded, engine.asked - asked
+    return Line("vision encodes, 2 x 8 prompts x 16 rollouts, 4 pictures", "items", *map(float, saved))
+
+
+def _picture_prompt(item: MediaItem, tokens: int, model) -> EncodedPrompt:
+    """Text after one picture."""
+    import torch
+
+    count = item.feature_count(model.merge_size)
+    mask = torch.zeros(count + tokens, dtype=torch.bool)
+    mask[:count] = True
+    ids = torch.randint(16, model.language_model.vocab_size, (count + tokens,))
+    return EncodedPrompt(None, ids, mask, torch.arange(count + tokens).expand(3, -1), count + tokens, (item,))
 
 
 def _train_line(trainer, policy, peer: "_Peer", recipe, options, device) -> Line:
     """A step on completions of `new_tokens` after prompts of `prompt_tokens`, all of one length."""
     import torch
 
-    from megarl.training.packing import TokenSequence, pack
+    from megarl.packing.rows import TokenSequence, pack
 
     count = max(1, options.train_tokens // (options.prompt_tokens + options.new_tokens))
     vocabulary = policy.model.language_model.vocab_size
@@ -118,7 +101,7 @@ def _train_line(trainer, policy, peer: "_Peer", recipe, options, device) -> Line
     ]
     rows = pack(sequences, recipe.training.tokens_per_row, policy.model.merge_size)
     ids = torch.stack([torch.cat([s.prompt.ids, s.completion]) for s in sequences]).to(device)
-    ours, theirs = _turns(
+    ours, theirs = turns(
         lambda: trainer.update(rows, lambda row, log_probs, entropy: (-log_probs.sum(), log_probs.detach().sum())),
         lambda: peer.update(ids, options.prompt_tokens),
         options.rounds,
@@ -166,45 +149,7 @@ class _Peer:
 def _prompt(tokens: int, vocabulary: int):
     import torch
 
-    from megarl.media.item import EncodedPrompt
-
     mask = torch.zeros(tokens, dtype=torch.bool)
     places = torch.arange(tokens)
     # Ids past the special tokens, so that transformers takes them for text as well.
     return EncodedPrompt(None, torch.randint(16, vocabulary, (tokens,)), mask, places.expand(3, -1), tokens, ())
-
-
-def _turns(ours: Callable, theirs: Callable, rounds: int) -> tuple[float, float]:
-    """Median seconds of both, run alternately after one round to warm up."""
-    seconds = [(_seconds(ours), _seconds(theirs)) for _ in range(rounds + 1)][1:]
-    return statistics.median(s for s, _ in seconds), statistics.median(s for _, s in seconds)
-
-
-def _median(call: Callable, rounds: int) -> float:
-    return statistics.median(_seconds(call) for _ in range(rounds))
-
-
-def _seconds(call: Callable) -> float:
-    import torch
-
-    torch.cuda.synchronize() if kernels().gpu else None
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize() if kernels().gpu else None
-    return time.perf_counter() - start
-
-
-def _print(lines: list[Line]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("", "megarl", "peer", "ratio", "unit", title=str(kernels()))
-    for line in lines:
-        peer = "" if line.peer is None else f"{line.peer:,.0f}"
-        ratio = "" if line.ratio is None else f"{line.ratio:.2f}"
-        table.add_row(line.name, f"{line.megarl:,.{0 if line.megarl > 100 else 2}f}", peer, ratio, line.unit)
-    Console().print(table)
-
-
-if __name__ == "__main__":
-    sys.exit(launch.command(bench, sys.argv[1:]))

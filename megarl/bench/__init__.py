@@ -1,0 +1,1 @@
+"""Speed and memory as ratios to a peer, both measured in one run."""

@@ -1,0 +1,57 @@
+"""`python -m megarl.bench RECIPE [key=value ...]`: speed as ratios to a peer, both measured in this run.
+
+Peers: transformers' `generate` for the engine, a plain PyTorch step (the same Hugging Face model, padded batch,
+torch's AdamW) for training, transformers' processor for media.  Same weights, prompts, lengths and threads; each
+figure is the median of several rounds in which the two take turns.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+
+from megarl.bench.lines import print_lines
+from megarl.errors import UserError
+from megarl.platform import launch
+from megarl.platform.kernels import kernels
+from megarl.recipe import load_recipe
+
+PARTS = ("policy", "media")
+
+
+def bench(arguments: list[str]) -> None:
+    """Prints the table, or JSON with `--json`."""
+    parser = argparse.ArgumentParser(prog="megarl.bench", description=__doc__.splitlines()[0])
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--only", choices=PARTS, help="measure one part; default: all")
+    parser.add_argument("--requests", default="1,16,64,512", help="concurrent requests, comma separated")
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--train-tokens", type=int, default=4096, help="tokens of a training step")
+    parser.add_argument("--pictures", type=int, default=32, help="files that are decoded and expanded")
+    parser.add_argument("--videos", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_intermixed_args(arguments)
+    recipe = load_recipe(options.recipe, options.overrides)
+    if launch.world_size() > 1:
+        raise UserError("megarl.bench measures one rank: start it without torchrun")
+    launch.start(1, recipe.seed, recipe.rollout.cuda_graphs and kernels().gpu)
+    lines = []
+    if options.only != "media":
+        from megarl.bench import policy
+
+        lines += policy.measure(recipe, options)
+    if options.only != "policy":
+        from megarl.bench import media
+
+        lines += media.measure(recipe, options)
+    if options.json:
+        print(json.dumps({"machine": str(kernels()), "lines": [asdict(x) | {"ratio": x.ratio} for x in lines]}))
+    else:
+        print_lines(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(launch.command(bench, sys.argv[1:]))
