@@ -7,19 +7,29 @@ from megarl.options import evaluation_options
 from megarl.run import Run, draw_key
 from megarl.training.reduce import over_data_parallel
 
+MOST_SOURCES = 32
+"""More are not reported one by one: a data set that names each row's origin would fill the log."""
 
-def evaluate(run: Run) -> float:
-    """Share of the held-out prompts answered right.  Collective."""
-    mine = shard(list(enumerate(run.test_prompts)), run.dp_rank, run.dp_size)
+
+def evaluate(run: Run) -> tuple[float, dict[str, float]]:
+    """Share of the held-out prompts answered right, and that of each source where there are 2 to `MOST_SOURCES`
+    of them.  Collective."""
+    sources = sorted(set(run.test_prompts.sources))
+    column = {source: number for number, source in enumerate(sources)}
+    mine = shard(range(len(run.test_prompts)), run.dp_rank, run.dp_size)
     sampling = evaluation_options(run.recipe, run.stop_ids)
-    keys = [draw_key(run.recipe.seed, "test", 0, place) for place, _ in mine]
-    batch = run.recipe.rollout.max_requests  # bounds the pictures whose features exist at a time
-    correct = 0
+    keys = [draw_key(run.recipe.seed, "test", 0, place) for place in mine]
+    batch = run.recipe.rollout.max_requests  # bounds the prompts, and their pixels, that exist at a time
+    counts = torch.zeros(2, len(sources), dtype=torch.int64)  # right, asked
+    run.encoder.prefetch([run.test_prompts[place] for place in mine[:batch]])
     for start in range(0, len(mine), batch):
-        prompts = [run.encoder.encode(prompt) for _, prompt in mine[start : start + batch]]
+        prompts = [run.encoder.encode(run.test_prompts[place]) for place in mine[start : start + batch]]
+        run.encoder.prefetch([run.test_prompts[place] for place in mine[start + batch :][:batch]])
         for (rollout,) in run.engine.generate(prompts, sampling, keys=keys[start : start + batch]):
-            score = run.environment.score(run.text(rollout.ids), rollout.finished, rollout.prompt.prompt.answer)
-            correct += score.correct
-        run.engine.features.clear()
-    right, count = over_data_parallel(torch.tensor([correct, len(mine)])).tolist()
-    return right / count
+            prompt = rollout.prompt.prompt
+            score = run.environment.score(run.text(rollout.ids), rollout.finished, prompt.answer)
+            counts[:, column[prompt.source]] += torch.tensor([score.correct, True])
+    counts = over_data_parallel(counts).double()
+    right, asked = counts.sum(1).tolist()
+    by_source = dict(zip(sources, (counts[0] / counts[1]).tolist(), strict=True))
+    return right / asked, by_source if 1 < len(sources) <= MOST_SOURCES else {}

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import ADVANTAGES, constant_groups
-from megarl.training.packing import TokenSequence
-from megarl.environments.exact_match import Score
+from megarl.environments.score import Environment, Score
+from megarl.packing.rows import TokenSequence
 from megarl.rollout.engine import Rollout
 from megarl.training.grpo import Sample
 from megarl.training.reduce import over_data_parallel
@@ -25,11 +25,10 @@ class Batch:
     """Means over all ranks."""
 
 
-def judge(groups: list[list[Rollout]], environment, decode, advantage: str) -> Batch:
+def judge(groups: list[list[Rollout]], environment: Environment, decode, advantage: str) -> Batch:
     """Scores every rollout and weighs it against its group.
 
     Args:
-        environment: has `score(text, finished, answer) -> Score`.
         decode: `(ids) -> text`.
         advantage: a name in `ADVANTAGES`.
     """

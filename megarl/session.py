@@ -145,7 +145,9 @@ class Session:
             "throughput/generated_tokens_per_s": batch.metrics["rollout/tokens"] / phases["time/rollout"],
             "throughput/trained_tokens_per_s": trained / phases["time/train"],
             "media/encoded": self.run.engine.features.encoded,
-            "media/asked": self.run.engine.features.asked,
+            "media/asked": self.run.engine.asked,
+            "media/feature_bytes_peak": self.run.engine.features.peak_bytes,
+            **self.run.encoder.metrics(),
         }
         self._save_rollouts(step, batch, scored)
         self._progress.step(step, values)
@@ -170,9 +172,11 @@ class Session:
 
     def _evaluate(self, step: int) -> dict[str, float]:
         with self.timer("evaluate"):
-            self._accuracy = evaluate(self.run)
-        self._progress.evaluation(step, self._accuracy, self.run.chance)
-        return {"eval/accuracy": self._accuracy, "eval/chance": self.run.chance, **self.timer.pop()}
+            overall, by_source = evaluate(self.run)
+        self._accuracy = overall
+        self._progress.evaluation(step, overall, self.run.chance, by_source)
+        values = {f"eval/accuracy/{source}": accuracy for source, accuracy in by_source.items()}
+        return {"eval/accuracy": overall, **values, "eval/chance": self.run.chance, **self.timer.pop()}
 
     def _log_step(self, step: int, values: dict[str, float]) -> None:
         if self._log:
@@ -190,7 +194,7 @@ class Session:
                 prompt_index=rollout.prompt.prompt.index,
                 source=rollout.prompt.prompt.source,
                 prompt=tokenizer.decode(rollout.prompt.ids.tolist()),
-                media=rollout.prompt.prompt.media_paths,
+                media=tuple(source.name for source in rollout.prompt.prompt.media),
                 answer=rollout.prompt.prompt.answer,
                 completion=text,
                 reward=score.reward,

@@ -8,7 +8,6 @@ from hypothesis import settings
 from tests import tiny
 from tests.distributed import Ranks
 
-
 # A deadline for one example tells of other work on the machine, not of the code.
 settings.register_profile("megarl", deadline=None)
 settings.load_profile("megarl")

@@ -1,14 +1,8 @@
 """Rewards for answers that are right or wrong."""
 
-import re
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Score:
-    reward: float
-    correct: bool
-    well_formed: bool
+from megarl.environments.score import Score, matches
 
 
 @dataclass(frozen=True)
@@ -25,6 +19,6 @@ class ExactMatch:
     def score(self, completion: str, finished: bool, answer: str) -> Score:
         """Judges the completion's text, without its stop token and surrounding blanks."""
         text = completion.strip()
-        well_formed = finished and (self.format is None or re.fullmatch(self.format, text) is not None)
+        well_formed = finished and matches(self.format, text)
         correct = finished and text == answer
         return Score(float(correct) + self.format_reward * well_formed, correct, well_formed)

@@ -75,9 +75,10 @@ class Progress:
         cells = [text.format(values[name]) for name, text in _SHOWN.items() if values.get(name) is not None]
         self._show("step", step, self._total_steps, cells)
 
-    def evaluation(self, step: int, accuracy: float, chance: float) -> None:
-        """Held-out accuracy after `step`, and that of guessing; both in [0, 1]."""
-        self.message(f"step {step}: held-out accuracy {accuracy:.3f} (chance {chance:.3f})")
+    def evaluation(self, step: int, accuracy: float, chance: float, by_source: Mapping[str, float] = {}) -> None:
+        """Held-out accuracy after `step`, that of guessing, and that on each source; all in [0, 1]."""
+        parts = "".join(f", {source} {share:.3f}" for source, share in by_source.items())
+        self.message(f"step {step}: held-out accuracy {accuracy:.3f} (chance {chance:.3f}){parts}")
 
     def message(self, text: str) -> None:
         """Print `text` as it is, on lines of its own."""
@@ -130,7 +131,7 @@ class NullProgress:
     def step(self, step: int, values: Mapping[str, Value]) -> None:
         pass
 
-    def evaluation(self, step: int, accuracy: float, chance: float) -> None:
+    def evaluation(self, step: int, accuracy: float, chance: float, by_source: Mapping[str, float] = {}) -> None:
         pass
 
     def message(self, text: str) -> None:

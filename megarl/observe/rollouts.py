@@ -20,8 +20,8 @@ class RolloutRow:
     """`Prompt.source`."""
     prompt: str
     """Text of the prompt as the chat template rendered it, media as placeholders."""
-    media: Sequence[Path]
-    """Files of the media items, in prompt order."""
+    media: Sequence[str]
+    """Names of the media items, in prompt order."""
     answer: str
     """Ground truth."""
     completion: str
@@ -54,7 +54,7 @@ def write_rollouts(path: Path, rows: Iterable[RolloutRow]) -> None:
         for row in rows:
             fields = {
                 **vars(row),
-                "media": [str(path) for path in row.media],
+                "media": list(row.media),
                 "reward": _rounded(row.reward),
                 "advantage": _rounded(row.advantage),
                 "ids": [int(token) for token in row.ids],

@@ -1,0 +1,26 @@
+"""What every environment gives, and what it is given."""
+
+import re
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Score:
+    reward: float
+    correct: bool
+    well_formed: bool
+
+
+class Environment(Protocol):
+    def score(self, completion: str, finished: bool, answer: str) -> Score:
+        """Judges a completion's text, without its stop token, against the ground truth.
+
+        `finished` says that a stop token ended it: what was cut off is no answer, right or well-formed.
+        """
+        ...
+
+
+def matches(format: str | None, text: str) -> bool:
+    """Whether the text is well-formed: the regular expression matches all of it; None accepts all."""
+    return format is None or re.fullmatch(format, text) is not None
