@@ -1,4 +1,13 @@
-"""Mistakes of the user, told apart from bugs of ours."""
+"""Mistakes of the user, told apart from bugs of ours and from trouble of the machine."""
+
+import errno
+
+_TROUBLE = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO, errno.ENOMEM}
+
+
+def of_this_machine(error: BaseException) -> bool:
+    """Whether memory, files or disk ran out: that says nothing about the data that was read."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _TROUBLE)
 
 
 class UserError(Exception):

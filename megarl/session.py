@@ -154,6 +154,7 @@ class Session:
         every = self._recipe.evaluation.every
         if step == self._recipe.steps or (every and step % every == 0):
             values |= self._evaluate(step)
+            self.run.prefetch_step(step + 1)  # the evaluation has asked for other media since
         self._log_step(step, values)
 
     def finish(self) -> None:

@@ -31,9 +31,13 @@ class PromptSampler:
 
     def batch(self, step: int, count: int) -> list[Prompt]:
         """The prompts of one step, from 0; `count` must be the same at every step of a run."""
+        return [self._prompts[index] for index in self.indices(step, count)]
+
+    def indices(self, step: int, count: int) -> list[int]:
+        """Theirs in the data set: a rank that wants a part of the step reads no more than that."""
         size = len(self._prompts)
         places = (divmod(place, size) for place in range(step * count, (step + 1) * count))
-        return [self._prompts[_order(size, self._seed, epoch)[place]] for epoch, place in places]
+        return [int(_order(size, self._seed, epoch)[place]) for epoch, place in places]
 
 
 @lru_cache(maxsize=4)

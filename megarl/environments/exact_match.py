@@ -17,8 +17,8 @@ class ExactMatch:
     format_reward: float = 0.0
 
     def score(self, completion: str, finished: bool, answer: str) -> Score:
-        """Judges the completion's text, without its stop token and surrounding blanks."""
+        """Judges the completion's text, without its stop token; blanks around it and the answer say nothing."""
         text = completion.strip()
         well_formed = finished and matches(self.format, text)
-        correct = finished and text == answer
+        correct = finished and text == answer.strip()
         return Score(float(correct) + self.format_reward * well_formed, correct, well_formed)

@@ -19,9 +19,10 @@ def normalised(text: str) -> str:
     """The answer without what says nothing: case, blanks at the ends and more than one between words, punctuation
     at the end, articles; number words up to twenty become digits.
 
-    What consists of nothing else ("A.", "the") keeps its words, so that no answer equals the empty one.
+    What consists of nothing else ("A.", "the", "?") stays, so that no answer equals the empty one.
     """
-    words = text.casefold().strip().rstrip(".,;:!?").split()
+    text = text.casefold().strip()
+    words = (text.rstrip(".,;:!?") or text).split()
     kept = [_DIGITS.get(word, word) for word in words if word not in _ARTICLES]
     return " ".join(kept or words)
 

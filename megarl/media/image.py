@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageOps
 
 from megarl.data.prompt import Kind, MediaSource
-from megarl.errors import MediaError
+from megarl.errors import MediaError, of_this_machine
 from megarl.media.item import MediaItem
 from megarl.media.options import ImageOptions, VideoOptions
 
@@ -46,6 +46,8 @@ def load_image(source: MediaSource) -> Image.Image:
     except Image.UnidentifiedImageError as error:
         raise MediaError(name, f"not a picture in any of the formats {', '.join(FORMATS)}") from error
     except Exception as error:  # hostile bytes make decoders raise anything, from struct.error to SyntaxError
+        if of_this_machine(error):
+            raise
         raise MediaError(name, f"cannot be decoded: {type(error).__name__}: {error}") from error
 
 
@@ -62,6 +64,8 @@ def open_source(source: MediaSource) -> BinaryIO:
     try:
         return source.path.open("rb")
     except OSError as error:
+        if of_this_machine(error):
+            raise
         raise MediaError(source.name, f"cannot be opened: {error.strerror}") from error
 
 
@@ -87,7 +91,12 @@ def prepare_image(image: Image.Image, image_processor: Any, name: str, options: 
         MediaError: the processor refuses the picture, for example for an aspect ratio above 200.
     """
     try:
-        prepared = image_processor(images=[image], return_tensors="pt", **size_arguments(options))
+        prepared = image_processor(
+            images=[image],
+            input_data_format="channels_first",  # else pictures of 1 or 3 pixels' width are guessed at, aloud
+            return_tensors="pt",
+            **size_arguments(options),
+        )
     except ValueError as error:
         raise MediaError(name, f"{image.width} x {image.height} pixels refused: {error}") from error
     pixels, grids = prepared["pixel_values"], prepared["image_grid_thw"]

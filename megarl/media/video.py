@@ -12,7 +12,7 @@ from av.sidedata.sidedata import Type as SideData
 from av.stream import Disposition
 
 from megarl.data.prompt import MediaSource
-from megarl.errors import MediaError, UserError
+from megarl.errors import MediaError, UserError, of_this_machine
 from megarl.media.container import sniff_container
 from megarl.media.image import MAX_PIXELS, open_source, preparation_of, prepared_item, size_arguments
 from megarl.media.item import MediaItem
@@ -66,6 +66,8 @@ def load_video(
     except MediaError:
         raise
     except Exception as error:  # hostile bytes: ffmpeg has many errors, and av and Python add theirs
+        if of_this_machine(error):
+            raise
         reason = getattr(error, "strerror", None) or str(error)
         raise MediaError(source.name, f"cannot be decoded: {type(error).__name__}: {reason}") from error
 

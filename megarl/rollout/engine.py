@@ -194,9 +194,15 @@ class RolloutEngine:
             raise
 
     def collect(self) -> list[list[Rollout]]:
-        """One list of `group_size` rollouts per prompt, of the generation that `advance` brought to its end."""
+        """One list of `group_size` rollouts per prompt, of the generation that `advance` brought to its end.
+
+        Raises:
+            RuntimeError: there is none, or it is not at its end.
+        """
         live = self._live
-        assert live is not None and not self._engine.has_unfinished_requests()
+        # Megatron's own question looks at its queue and its context only, which are empty while the engine sleeps.
+        if live is None or self._engine.requests:
+            raise RuntimeError("nothing to collect: the generation is not at its end" if live else "nothing to collect")
         self._live = self._context.prompts = None
         return self._rollouts(live)
 

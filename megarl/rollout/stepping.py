@@ -83,7 +83,7 @@ class SteppingEngine(DynamicInferenceEngine):
 
     def begin(self, requests: int, max_new_tokens: int) -> None:
         """Before the first of `requests` requests, numbered from 0, is added."""
-        assert not self.has_unfinished_requests()
+        assert not self.requests
         self.completions = Completions.empty(requests, max_new_tokens)
 
     def post_process_requests(

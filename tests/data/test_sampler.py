@@ -59,3 +59,10 @@ def test_shards_are_the_batch(batch, dp_size):
     assert sum(shards, []) == batch
     assert len(Counter(map(len, shards))) <= 2
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+def test_indices_are_those_of_the_batch():
+    data = prompts(7)
+    sampler = PromptSampler(data, 3)
+    for step in range(6):
+        assert indices(sampler.batch(step, 5)) == sampler.indices(step, 5)

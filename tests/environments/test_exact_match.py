@@ -20,7 +20,12 @@ def test_reward_and_format(completion, finished, reward, correct, well_formed):
     assert (score.correct, score.well_formed) == (correct, well_formed)
 
 
-def test_nothing_is_normalised():
+def test_blanks_around_the_ground_truth_say_nothing():
+    assert ExactMatch().score("48", True, "48\n").correct
+    assert not ExactMatch().score("4 8", True, "48").correct
+
+
+def test_nothing_else_is_normalised():
     assert not ExactMatch().score("Left.", True, "left").correct
 
 

@@ -16,7 +16,7 @@ from megarl.environments.visual_answer import VisualAnswer, normalised
         ("a", "a"),
         ("The.", "the"),
         ("", ""),
-        ("...", ""),
+        ("...", "..."),
         ("STRASSE", "strasse"),
     ],
 )
@@ -33,7 +33,8 @@ def test_right(completion):
 
 
 @pytest.mark.parametrize(
-    "completion, answer", [("", "yes"), ("the", "a"), ("yes no", "yes"), ("-3", "3"), ("3", "yes")]
+    "completion, answer",
+    [("", "yes"), ("", "?"), ("...", "."), ("the", "a"), ("yes no", "yes"), ("-3", "3"), ("3", "yes")],
 )
 def test_wrong(completion, answer):
     score = VisualAnswer(count_tolerance=9).score(completion, True, answer)

@@ -1,3 +1,5 @@
+import errno
+import io
 import os
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -69,3 +71,19 @@ def test_a_processor_without_videos_is_the_users_mistake(tmp_path):
     for processor in (SimpleNamespace(), SimpleNamespace(video_processor=None)):
         with pytest.raises(UserError, match="clip: the model's processor prepares no videos"):
             load_item(processor, source(path), MediaOptions())
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EMFILE, "too many open files"), OSError(errno.EIO, "")])
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_trouble_of_the_machine_is_no_bad_item(tiny, tmp_path, monkeypatch, kind, error):
+    """Else good rows were rejected, today and not tomorrow."""
+
+    class Broken(io.BytesIO):
+        def read(self, *_):
+            raise error
+
+    path = tmp_path / "a"
+    path.write_bytes(b"x")
+    monkeypatch.setattr(type(path), "open", lambda *_: Broken(b"x"))
+    with pytest.raises(type(error)):
+        load_item(tiny, MediaSource(kind, "a", path), MediaOptions())

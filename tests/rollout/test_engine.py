@@ -470,11 +470,16 @@ def test_abandoned(checkpoint, prompts):
     batch, sampling = list(prompts.values()), policies.sampling()
     whole = engine.generate(batch, sampling, 2)
     engine.start(batch, policies.sampling(temperature=0.0), 3)
-    engine.advance(max_steps=4)
-    with pytest.raises(RuntimeError, match="a generation is live"):
-        engine.generate(batch, sampling)
+    for change in (engine.advance, lambda max_steps: engine.weights_changed()):
+        change(max_steps=4)
+        with pytest.raises(RuntimeError, match="a generation is live"):
+            engine.generate(batch, sampling)
+        with pytest.raises(RuntimeError, match="not at its end"):
+            engine.collect()
     engine.abandon()
     engine.abandon()
+    with pytest.raises(RuntimeError, match="nothing to collect"):
+        engine.collect()
     engine.weights_changed()
     assert_equal_rollouts(engine.generate(batch, sampling, 2), whole)
 
