@@ -1,7 +1,9 @@
 """Everything that a run holds, built from its recipe."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.data.answers import AnswerPool, best_constants
-from megarl.data.checked import Ledger, Ranks
+from megarl.data.checked import Ranks
 from megarl.data.download import Downloads
-from megarl.data.files import files_name, find_split
+from megarl.data.files import find_split
+from megarl.data.ledger import Ledger
 from megarl.data.media_values import MediaReader
-from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet, load_prompts
-from megarl.data.rejection import check_rejected
 from megarl.data.sampler import PromptSampler, shard
 from megarl.environments.score import Environment
-from megarl.errors import UserError
-from megarl.media.encoder import Encoder
+from megarl.errors import MediaError, PromptError, UserError
+from megarl.media.encoder import Encoder, fingerprint
 from megarl.media.item import EncodedPrompt
 from megarl.models.build import Policy, load_policy
 from megarl.models.hf_config import family_of
@@ -32,6 +33,7 @@ from megarl.packing.rows import TokenSequence
 from megarl.recipe import Recipe
 from megarl.rollout.engine import RolloutEngine
 from megarl.startup import load_processor, prepare_checkpoint, processor_identity, stop_tokens
+from megarl.training import checkpoint
 from megarl.training.trainer import Trainer
 
 
@@ -68,33 +70,57 @@ class Run:
         """This rank's prompts of an RL step, from 1, and the keys of their draws."""
         mine = self._step_share(step)
         keys = [draw_key(self.recipe.seed, "train", step, place) for place, _ in mine]
-        following = self._step_share(step + 1) if step < self.recipe.steps else []
-        return self._encode([prompt for _, prompt in mine], [prompt for _, prompt in following]), keys
+        encoded = self._encode([index for _, index in mine])
+        self.prefetch_step(step + 1)
+        return encoded, keys
 
-    def _step_share(self, step: int) -> list[tuple[int, Prompt]]:
-        """This rank's prompts of an RL step and their places in its batch."""
-        batch = self._sampler.batch(step - 1, self.recipe.algorithm.prompts_per_step)
-        return shard(list(enumerate(batch)), self.dp_rank, self.dp_size)
+    def prefetch_step(self, step: int) -> None:
+        """Begins to prepare the media of this rank's share of an RL step, if there is such a step."""
+        if step <= self.recipe.steps:
+            self.encoder.prefetch([self.train_prompts[index] for _, index in self._step_share(step)])
 
-    def _encode(self, prompts: list[Prompt], following: list[Prompt]) -> list[EncodedPrompt]:
-        """The media of the prompts that follow is prepared in threads while these are worked on."""
+    def _step_share(self, step: int) -> list[tuple[int, int]]:
+        """This rank's part of an RL step: places in the batch, and the prompts' indices."""
+        indices = self._sampler.indices(step - 1, self.recipe.algorithm.prompts_per_step)
+        return shard(list(enumerate(indices)), self.dp_rank, self.dp_size)
+
+    def _encode(self, indices: Sequence[int]) -> list[EncodedPrompt]:
+        """Training prompts by index.
+
+        Raises:
+            UserError: what was accepted when the run began cannot be used any more.
+        """
+        prompts = [self.train_prompts[index] for index in indices]
         self.encoder.prefetch(prompts)
-        encoded = [self.encoder.encode(prompt) for prompt in prompts]
-        self.encoder.prefetch(following)
+        try:
+            encoded = [self.encoder.encode(prompt) for prompt in prompts]
+        except (MediaError, PromptError) as error:
+            raise UserError(f"{error}: it was accepted at the start, and files must not change during a run") from error
+        for one in encoded:
+            accepted = self.train_prompts.fingerprint(one.prompt.index)
+            if accepted is not None and accepted != fingerprint(one):
+                raise UserError(
+                    f"training data, row {one.prompt.row}: its tokens or pixels are not those accepted at the "
+                    "start, and files must not change during a run"
+                )
         return encoded
 
     def warmup_sequences(self, step: int) -> list[TokenSequence]:
         """This rank's supervised targets of a warm-up step, from 1."""
-        warmup = self.recipe.warmup
-        sampler = PromptSampler(self.train_prompts, self.recipe.seed + 1)
-        batch = sampler.batch(step - 1, warmup.batch_size)
-        following = sampler.batch(step, warmup.batch_size) if step < warmup.steps else []
-        answers = [prompt.answer for prompt in batch]
+        warmup, prompts = self.recipe.warmup, self.train_prompts
+        sampler = PromptSampler(prompts, self.recipe.seed + 1)
+        indices = sampler.indices(step - 1, warmup.batch_size)
+        following = sampler.indices(step, warmup.batch_size) if step < warmup.steps else []
+        answers = [prompts.answers[index] for index in indices]
         if warmup.answers == "random":
             generator = torch.Generator().manual_seed(draw_key(self.recipe.seed, "warmup", step, 0) >> 1)
-            answers = self._answers.draw([prompt.source for prompt in batch], generator)
-        mine = [shard(values, self.dp_rank, self.dp_size) for values in (batch, following, answers)]
-        return [self._target(*pair) for pair in zip(self._encode(*mine[:2]), mine[2], strict=True)]
+            answers = self._answers.draw([prompts.sources[index] for index in indices], generator)
+        indices, following, answers = (
+            shard(values, self.dp_rank, self.dp_size) for values in (indices, following, answers)
+        )
+        encoded = self._encode(indices)
+        self.encoder.prefetch([prompts[index] for index in following])
+        return [self._target(*pair) for pair in zip(encoded, answers, strict=True)]
 
     def _target(self, prompt: EncodedPrompt, answer: str) -> TokenSequence:
         ids = [*_answer_ids(self.processor.tokenizer, answer), self.stop_ids[0]]
@@ -105,8 +131,8 @@ class Run:
         return self.processor.tokenizer.decode([i for i in ids.tolist() if i not in self.stop_ids])
 
 
-def build_run(recipe: Recipe, folder: Path) -> Run:
-    """Data, model, engine and trainer of this rank.  Collective; the run folder is there.
+def build_run(recipe: Recipe, folder: Path, ranks: Ranks) -> Run:
+    """Data, model, engine and trainer of this rank.  Collective; the run folder is there, `ranks` are `start_ranks()`.
 
     Raises:
         UserError: something in the recipe, the data or the checkpoint does not fit.
@@ -118,10 +144,10 @@ def build_run(recipe: Recipe, folder: Path) -> Run:
     positions = family_of(initial).load("positions")
     encoder = Encoder(processor, positions, recipe.data.max_prompt_tokens, media_options(recipe))
     identity = processor_identity(processor_folder)
-    train_prompts = _load_prompts(recipe, folder, "train", encoder, identity)
+    train_prompts = _load_prompts(recipe, folder, "train", encoder, identity, ranks)
     if recipe.warmup:
         _refuse_long_answers(recipe, processor.tokenizer, train_prompts)
-    test_prompts = _load_prompts(recipe, folder, "test", encoder, identity)[: recipe.evaluation.max_prompts]
+    test_prompts = _load_prompts(recipe, folder, "test", encoder, identity, ranks)[: recipe.evaluation.max_prompts]
     policy = load_policy(initial, model_options(recipe))
     # One module for both.  The trainer first: its DDP moves the weights into its buffers, and what the engine
     # captures in CUDA graphs are addresses.
@@ -143,27 +169,39 @@ def build_run(recipe: Recipe, folder: Path) -> Run:
     )
 
 
-def _load_prompts(recipe: Recipe, folder: Path, split: str, encoder: Encoder, identity: str) -> PromptSet:
+def _load_prompts(recipe: Recipe, folder: Path, split: str, encoder: Encoder, identity: str, ranks: Ranks) -> PromptSet:
     """`identity` is that of the processor: with the recipe's data section it decides what a row becomes."""
     data = recipe.data
     files = find_split(Path(data.path), split)
     downloads = Downloads(folder / "downloads") if data.allow_remote else None
     media = MediaReader(Path(data.path), [Path(other) for other in data.media_folders], downloads)
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), _gather)
-    ledger = Ledger(folder, split, {"data": data.model_dump(exclude=_OF_NO_PROMPT), "processor": identity})
-    prompts, rejections = load_prompts(files, media, encoder.check, ranks, ledger)
-    check_rejected(files_name(files), len(prompts), rejections, data.max_rejected_fraction)
-    return prompts
+    settings = {"data": data.model_dump(exclude=_OF_NO_PROMPT), "processor": identity}
+    ledger = Ledger(folder, split, settings, resumed=checkpoint.latest(folder / "checkpoints") is not None)
+    ceiling = data.max_rejected_fraction
+    return load_prompts(files, media, encoder.check, ranks, ledger, max_rejected_fraction=ceiling)[0]
 
 
 _OF_NO_PROMPT = {"generator", "generator_options", "max_rejected_fraction", "media_cache_gb", "media_threads"}
 """Keys of the data section that change no prompt."""
 
 
-def _gather(value: Any) -> list[Any]:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def start_ranks() -> Ranks:
+    """All ranks, in a group of its own for the start: on the CPU, where lists of rows lie, and patient with a rank
+    that works alone, for hours where it copies and hashes large files.  Collective.  A rank that dies ends the others
+    long before (`megarl.platform.launch`)."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
+
+    def gather(value: Any) -> list[Any]:
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    def broadcast(value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=group)
+        return values[0]
+
+    return Ranks(dist.get_rank(), dist.get_world_size(), gather, broadcast)
 
 
 def _answer_ids(tokenizer: Any, answer: str) -> list[int]:

@@ -20,7 +20,7 @@ from megarl.platform.kernels import kernels
 from megarl.platform.launch import StopSignal
 from megarl.recipe import Recipe
 from megarl.rewards import Batch
-from megarl.run import build_run
+from megarl.run import build_run, start_ranks
 from megarl.startup import keep_recipe, prepare_data, refuse_other_recipe
 from megarl.training import checkpoint
 from megarl.training.grpo import PolicyStep, Scored, supervised_update
@@ -38,11 +38,12 @@ class Session:
         self._started = time.monotonic()
         self._main = dist.get_rank() == 0
         folder = Path(recipe.run_dir)
+        ranks = start_ranks()
         if self._main:
             refuse_other_recipe(recipe, folder)
             prepare_data(recipe)
-        dist.barrier()
-        self.run = build_run(recipe, folder)
+        ranks.broadcast(None)  # the others wait for rank 0
+        self.run = build_run(recipe, folder, ranks)
         if self._main:
             keep_recipe(recipe, folder)
         self.sampling = sampling_options(recipe, self.run.stop_ids)

@@ -366,6 +366,12 @@ def test_a_few_bad_pictures(recipe, damaged, tmp_path):
     used = {row["media"][0] for row in read_rows(tmp_path / "run" / "rollouts" / "step_1.jsonl")}
     assert used and not used & set(names)
 
+    # It has begun with these rows, and goes on with no others.
+    with (folder / "train.jsonl").open("a") as file:
+        file.write((folder / "train.jsonl").read_text().splitlines(keepends=True)[-1])
+    line = commands.fork(tmp_path, recipe, *overrides).refusal()
+    assert "the data of the split 'train' is not what the run in" in line and "SHA-256" in line
+
 
 def test_too_many_bad_pictures(recipe, damaged, tmp_path):
     folder, damage = damaged

@@ -1,20 +1,17 @@
-"""What the check of a data set found: worked out once for a job, by all ranks together, and kept in the run folder."""
+"""What the check of a data set found: worked out once for a job, by all ranks together."""
 
 import hashlib
-import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megarl.data.parse import ParsedRow, RowParser
 from megarl.data.prompt import Prompt
-from megarl.data.rejection import BadRow, Rejection, read_rejections, write_rejections
+from megarl.data.rejection import BadRow, Rejection
 from megarl.data.rows import Rows
 from megarl.errors import MediaError, PromptError
 
@@ -36,6 +33,8 @@ class Ranks:
     world: int = 1
     gather: Callable[[Any], list[Any]] = field(default=lambda value: [value])
     """Collective: every rank's value, in rank order.  `megarl.data` knows no torch.distributed."""
+    broadcast: Callable[[Any], Any] = field(default=lambda value: value)
+    """Collective: rank 0's value.  Like `gather` it must wait for hours: rank 0 copies and hashes files alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +46,13 @@ class Checked:
     answers: list[str]
     sources: list[str]
     rejections: list[Rejection]
-    content_sha256: str | None
-    """Over the 32 bytes of each accepted row in order, in hexadecimal; None where nothing was checked."""
+    fingerprints: np.ndarray | None
+    """uint8 `[accepted, 32]`: what the check gave for each; None where nothing was checked."""
+
+    @property
+    def content_sha256(self) -> str | None:
+        """Over the 32 bytes of each accepted row in order, in hexadecimal; None where nothing was checked."""
+        return None if self.fingerprints is None else hashlib.sha256(self.fingerprints.tobytes()).hexdigest()
 
     @property
     def rows(self) -> int:
@@ -83,17 +87,20 @@ def check_rows(rows: Rows, parser: RowParser, check: Check | None, ranks: Ranks,
                 rejections.append(_rejection(place + 1, row, result))
             else:
                 accepted.append((place, result, row.prompt.answer, row.prompt.source))
-        # At every window, so that no rank is ahead by the minutes after which a collective gives up.
+        # At every window: a rank waits for another's slowest window, in which videos are fetched and decoded, and
+        # never for its whole share of the rows.
         everything += ranks.gather((accepted, rejections))
     accepted = sorted(row for part, _ in everything for row in part)
     names: dict[str, str] = {}  # one string object for equal texts
-    digest = hashlib.sha256(b"".join(result for _, result, _, _ in accepted)).hexdigest() if check else None
+    fingerprints = None
+    if check:
+        fingerprints = np.frombuffer(b"".join(result for _, result, _, _ in accepted), np.uint8).reshape(-1, 32)
     return Checked(
         np.array([place for place, _, _, _ in accepted], np.int64),
         [names.setdefault(answer, answer) for _, _, answer, _ in accepted],
         [names.setdefault(source, source) for _, _, _, source in accepted],
         sorted((rejection for _, part in everything for rejection in part), key=lambda rejection: rejection.row),
-        digest,
+        fingerprints,
     )
 
 
@@ -131,65 +138,3 @@ def _rejection(number: int, row: ParsedRow, error: MediaError | PromptError) -> 
         return Rejection(number, row.column, " ".join(error.reason.split()))
     items = {source.name: item for source, item in reversed(list(zip(row.prompt.media, row.items, strict=True)))}
     return Rejection(number, items.get(error.name, row.column), str(error))
-
-
-class Ledger:
-    """`data_<split>.json`, `data_<split>.npz` and `rejected_<split>.jsonl` in the run folder.
-
-    The first says what was checked and is written last: without it the others count for nothing.
-    """
-
-    def __init__(self, folder: Path, split: str, settings: dict[str, Any]):
-        """`settings` is all that decides what a row becomes, beside the files: as JSON has it."""
-        self._report = folder / f"data_{split}.json"
-        self._accepted = folder / f"data_{split}.npz"
-        self._rejected = folder / f"rejected_{split}.jsonl"
-        self._settings = json.loads(json.dumps(settings))
-
-    def read(self, sha256: str) -> Checked | None:
-        """What a check of the same files under the same settings found; None where there was none."""
-        try:
-            report = json.loads(self._report.read_text())
-            if (report["sha256"], report["settings"]) != (sha256, self._settings):
-                return None
-            with np.load(self._accepted, allow_pickle=False) as kept:
-                places = kept["places"]
-                answers, sources = _unpack(kept["answers"]), _unpack(kept["sources"])
-            found = Checked(places, answers, sources, read_rejections(self._rejected), report["content_sha256"])
-            whole = len(places) == len(answers) == len(sources) == report["accepted"]
-            return found if whole and len(found.rejections) == report["rejected"] else None
-        except (OSError, ValueError, KeyError, TypeError, EOFError):  # none, or half of one, or another version's
-            return None
-
-    def write(self, files: Sequence[Path], sha256: str, found: Checked) -> None:
-        """Keep it, and say what was rejected; `sha256` is `dataset_hash(files)`."""
-        self._report.parent.mkdir(parents=True, exist_ok=True)
-        self._report.unlink(missing_ok=True)
-        self._rejected.unlink(missing_ok=True)
-        if found.rejections:
-            write_rejections(found.rejections, self._rejected)
-        with self._accepted.open("wb") as file:
-            answers, sources = _pack(found.answers), _pack(found.sources)
-            np.savez_compressed(file, places=found.places, answers=answers, sources=sources)
-        report = {
-            "files": [{"path": str(path), "bytes": path.stat().st_size} for path in files],
-            "sha256": sha256,
-            "rows": found.rows,
-            "accepted": len(found.places),
-            "rejected": len(found.rejections),
-            "content_sha256": found.content_sha256,
-            "settings": self._settings,
-        }
-        partial = self._report.with_name(f".{self._report.name}.tmp")
-        partial.write_text(json.dumps(report, indent=1) + "\n")
-        os.replace(partial, self._report)
-
-
-def _pack(texts: Sequence[str]) -> np.ndarray:
-    """uint8: a JSON list.  Unlike numpy's own strings it keeps NULs at the end, and short texts short."""
-    return np.frombuffer(json.dumps(list(texts)).encode(), np.uint8)
-
-
-def _unpack(packed: np.ndarray) -> list[str]:
-    names: dict[str, str] = {}
-    return [names.setdefault(text, text) for text in json.loads(packed.tobytes())]

@@ -1,14 +1,24 @@
 """Media files from the network, each once, into a folder."""
 
+import contextlib
+import errno
 import hashlib
 import os
+import socket
 import threading
-import time
 import urllib.error
 import urllib.request
 import uuid
-from http.client import HTTPException
+from collections.abc import Callable
+from contextvars import ContextVar
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from typing import Any
+
+_OF_THIS_MACHINE = {
+    getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EMFILE", "ENFILE", "ESTALE", "EIO", "ENOMEM")
+}
+"""Errors for which no URL is to blame."""
 
 
 class DownloadError(Exception):
@@ -27,7 +37,7 @@ class Downloads:
             folder: made when the first file comes.
             max_bytes: of one file; a larger one is refused without being read in full.
             timeout: seconds to connect, and to wait for the next bytes.
-            deadline: seconds for one file, however its bytes drip.
+            deadline: seconds for one file with its headers and redirects, however the bytes drip.
         """
         self._folder = folder
         self._max_bytes = max_bytes
@@ -38,8 +48,8 @@ class Downloads:
         self._opener = urllib.request.OpenerDirector()
         for handler in (
             urllib.request.ProxyHandler,
-            urllib.request.HTTPHandler,
-            urllib.request.HTTPSHandler,
+            _HTTPHandler,
+            _HTTPSHandler,
             urllib.request.HTTPDefaultErrorHandler,
             urllib.request.HTTPRedirectHandler,
             urllib.request.HTTPErrorProcessor,
@@ -52,6 +62,7 @@ class Downloads:
 
         Raises:
             DownloadError: no answer, not a success, too large or too slow.
+            OSError: this machine cannot fetch or keep anything now: a full disk, no descriptors left.
         """
         name = hashlib.sha256(url.encode("utf-8", "surrogatepass")).hexdigest()
         path = self._folder / name
@@ -67,25 +78,113 @@ class Downloads:
         return path.resolve()
 
     def _download(self, url: str, partial: Path) -> None:
-        started = time.monotonic()
+        watch = _Watch(self._deadline)
         try:
-            request = urllib.request.Request(url, headers={"User-Agent": "megarl"})
-            with self._opener.open(request, timeout=self._timeout) as answer, partial.open("wb") as file:
-                size = 0
-                while chunk := answer.read1(1 << 16):
-                    size += len(chunk)
-                    if size > self._max_bytes:
-                        raise DownloadError(f"more than {self._max_bytes} bytes")
-                    if time.monotonic() - started > self._deadline:
-                        raise DownloadError(f"not complete after {self._deadline:g} seconds")
-                    file.write(chunk)
-                expected = answer.headers.get("Content-Length")
-                if expected is not None and expected.isdigit() and int(expected) != size:
-                    raise DownloadError(f"ended after {size} of {expected} bytes")
-        except urllib.error.HTTPError as error:
-            with error:
-                raise DownloadError(f"HTTP status {error.code}") from error
-        except urllib.error.URLError as error:
-            raise DownloadError(error.reason) from error
-        except (OSError, HTTPException, ValueError) as error:  # ValueError: no URL that http.client can send
-            raise DownloadError(f"{type(error).__name__}: {error}") from error
+            with watch:
+                self._copy(url, partial)
+        except (OSError, HTTPException, ValueError, DownloadError) as error:
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
+            cause = error.reason if type(error) is urllib.error.URLError else error
+            if isinstance(cause, OSError) and cause.errno in _OF_THIS_MACHINE:
+                raise cause from None
+            if not watch.expired:
+                raise _explained(error) from error
+        if watch.expired:  # even where nothing was raised: a socket that is shut down looks like the end of a file
+            raise DownloadError(f"not complete after {self._deadline:g} seconds")
+
+    def _copy(self, url: str, partial: Path) -> None:
+        request = urllib.request.Request(url, headers={"User-Agent": "megarl"})
+        with self._opener.open(request, timeout=self._timeout) as answer, partial.open("wb") as file:
+            size = 0
+            while chunk := answer.read1(1 << 16):
+                size += len(chunk)
+                if size > self._max_bytes:
+                    raise DownloadError(f"more than {self._max_bytes} bytes")
+                file.write(chunk)
+            expected = answer.headers.get("Content-Length")
+            if expected is not None and expected.isdigit() and int(expected) != size:
+                raise DownloadError(f"ended after {size} of {expected} bytes")
+
+
+def _explained(error: Exception) -> DownloadError:
+    if isinstance(error, DownloadError):
+        return error
+    if isinstance(error, urllib.error.HTTPError):
+        return DownloadError(f"HTTP status {error.code}")
+    if isinstance(error, urllib.error.URLError):
+        return DownloadError(error.reason)
+    return DownloadError(f"{type(error).__name__}: {error}")  # ValueError: no URL that http.client can send
+
+
+class _Watch:
+    """Shuts down what is connected in its block when the time is over: a timeout of a socket is for its next bytes
+    alone, and headers may drip for ever."""
+
+    def __init__(self, seconds: float):
+        self.expired = False
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._timer = threading.Timer(seconds, self._expire)
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        self._token = _watch.set(self)
+        self._timer.start()
+
+    def __exit__(self, *exception: object) -> None:
+        _watch.reset(self._token)
+        self._timer.cancel()
+        with self._lock:
+            for connected in self._sockets:
+                connected.close()
+            self._sockets.clear()
+
+    def add(self, connected: socket.socket) -> None:
+        with self._lock:
+            if self.expired:
+                raise TimeoutError("timed out")
+            # A descriptor of its own: TLS takes away the first one, and closing it gives its number to others.
+            self._sockets.append(connected.dup())
+
+    def _expire(self) -> None:
+        with self._lock:
+            self.expired = True
+            for connected in self._sockets:
+                with contextlib.suppress(OSError):  # closed by the other side
+                    connected.shutdown(socket.SHUT_RDWR)
+
+
+_watch: ContextVar[_Watch] = ContextVar("_watch")
+"""Of the download that this thread is at."""
+
+
+class _Watched:
+    """A handler of urllib whose connections, those of redirects too, are known to the watch before TLS begins."""
+
+    def do_open(self, http_class: Callable[..., HTTPConnection], request: Any, **options: Any) -> Any:
+        def connection(host: str, **more: Any) -> HTTPConnection:
+            made = http_class(host, **more)
+            create = made._create_connection
+
+            def connect(*where: Any) -> socket.socket:
+                connected = create(*where)
+                try:
+                    _watch.get().add(connected)
+                except OSError:
+                    connected.close()
+                    raise
+                return connected
+
+            made._create_connection = connect
+            return made
+
+        return super().do_open(connection, request, **options)
+
+
+class _HTTPHandler(_Watched, urllib.request.HTTPHandler):
+    pass
+
+
+class _HTTPSHandler(_Watched, urllib.request.HTTPSHandler):
+    pass

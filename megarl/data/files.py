@@ -9,7 +9,8 @@ from megarl.errors import UserError
 
 SPLITS = ("train", "test")
 SUFFIXES = (".jsonl", ".parquet")
-_NUMBERED = re.compile(r"-(\d+)-of-(\d+)$")
+_NUMBERED = re.compile(r"-(\d+)-of-(\d+)(?:-[0-9a-f]{16})?$")
+"""Hugging Face adds 16 digits of a hash to the shards that it writes on its hub."""
 
 
 def find_split(folder: Path, split: str) -> list[Path]:
@@ -48,11 +49,12 @@ def _refuse_gaps(folder: Path, files: Sequence[Path]) -> None:
     if not any(numbers):
         return
     counts = {int(match[2]) if match else None for match in numbers}
-    if len(counts) > 1:
+    places = [int(match[1]) for match in numbers if match]
+    if len(counts) > 1 or len(set(places)) < len(places):
         names = ", ".join(path.name for path in (files[0], files[-1]))
         raise UserError(f"data.path = '{folder}': shards of several sets: {names}; keep those of one")
     (count,) = counts
-    lacking = sorted(set(range(count)) - {int(match[1]) for match in numbers})
+    lacking = sorted(set(range(count)) - set(places))
     if lacking:
         raise UserError(
             f"data.path = '{folder}': of the {count} shards like {files[0].name}, {len(lacking)} are missing; "
@@ -76,11 +78,19 @@ def dataset_hash(files: Sequence[Path]) -> str:
     """SHA-256, in hexadecimal, of the files' bytes one after the other: what `cat FILES | sha256sum` prints.
 
     It covers the rows and their order, not the media files that they name.
+
+    Raises:
+        UserError: a file does not exist or cannot be read.
     """
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(1 << 20))
     for path in files:
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                digest.update(buffer[:count])
+        try:
+            with path.open("rb", buffering=0) as file:
+                while count := file.readinto(buffer):
+                    digest.update(buffer[:count])
+        except FileNotFoundError as error:
+            raise UserError(f"data file {path} does not exist") from error
+        except OSError as error:
+            raise UserError(f"data file {path} cannot be read: {error.strerror}") from error
     return digest.hexdigest()

@@ -93,7 +93,7 @@ class RowParser:
 
 
 def _answer(row: dict[str, Any]) -> str:
-    """The ground truth as text.  A number becomes its JSON text; what has several spellings is refused."""
+    """The ground truth as text.  A number becomes its shortest text; what has several spellings is refused."""
     column = first_of(row, ANSWER_COLUMNS)
     if column is None:
         raise BadRow("answer", "missing or null; accepted: answer, solution, reward_model.ground_truth")

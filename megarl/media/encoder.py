@@ -54,8 +54,7 @@ class Encoder:
         self._items.prefetch([source for prompt in prompts for source in prompt.media])
 
     def check(self, prompts: Sequence[Prompt]) -> list[bytes | MediaError | PromptError]:
-        """What each prompt becomes: the SHA-256 of its ids, its mask and its items' digests (32 bytes), or why it
-        cannot be used."""
+        """What each prompt becomes (`fingerprint`), or why it cannot be used."""
         self.prefetch(prompts)
         return [self._fingerprint(prompt) for prompt in prompts]
 
@@ -80,12 +79,17 @@ class Encoder:
             return MediaError(error.name, error.reason)  # without a traceback, which holds what was decoded
         except PromptError as error:
             return type(error)(error.row, error.reason)
-        digest = hashlib.sha256(struct.pack("<q", encoded.ids.numel()))
-        digest.update(encoded.ids.numpy())
-        digest.update(encoded.media_mask.numpy())
-        for item in encoded.items:
-            digest.update(item.digest)
-        return digest.digest()
+        return fingerprint(encoded)
+
+
+def fingerprint(encoded: EncodedPrompt) -> bytes:
+    """What a prompt became: SHA-256 of its ids, its mask and its items' digests."""
+    digest = hashlib.sha256(struct.pack("<q", encoded.ids.numel()))
+    digest.update(encoded.ids.numpy())
+    digest.update(encoded.media_mask.numpy())
+    for item in encoded.items:
+        digest.update(item.digest)
+    return digest.digest()
 
 
 def _load(load: Callable, processor: Any, options: MediaOptions, source: MediaSource) -> MediaItem:

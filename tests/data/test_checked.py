@@ -1,45 +1,21 @@
-"""The check of a data set at the start: each row once in a job, errors by name, and not again on a resume."""
+"""The check of a data set at the start: each row once in a job, errors by name."""
 
-import hashlib
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from megarl.data.checked import WINDOW, Ledger, Ranks
+from megarl.data.checked import WINDOW, Ranks
+from megarl.data.ledger import Ledger
 from megarl.data.media_values import MediaReader
 from megarl.data.prompts import load_prompts
 from megarl.data.rejection import check_rejected, read_rejections, write_rejections
-from megarl.errors import MediaError, PromptTooLong, UserError
-from tests.data.rows import image, load, row, text, write
+from megarl.errors import MediaError, UserError
+from tests.data.rows import Checker, image, load, row, text, write
 
 SETTINGS = {"max_prompt_tokens": 8, "folders": ("a", "b")}
-
-
-class Checker:
-    """Hashes what a prompt names; refuses answers `long`, and the pictures called broken."""
-
-    def __init__(self):
-        self.windows: list[list[int]] = []
-
-    def __call__(self, prompts):
-        self.windows.append([prompt.row for prompt in prompts])
-        return [self._one(prompt) for prompt in prompts]
-
-    def _one(self, prompt):
-        if prompt.answer == "long":
-            return PromptTooLong(prompt.row, "9 tokens, but\nmax_prompt_tokens = 8")
-        for source in prompt.media:
-            if "broken" in source.name:
-                return MediaError(source.name, "not a picture")
-        return hashlib.sha256(prompt.answer.encode()).digest()
-
-    @property
-    def rows(self):
-        return sorted(row for window in self.windows for row in window)
 
 
 def test_each_prompt_is_checked_once_in_windows(folder):
@@ -109,7 +85,7 @@ def in_ranks(world, job):
             barrier.wait()
             return gathered
 
-        return Ranks(rank, world, gather)
+        return Ranks(rank, world, gather, lambda value: gather(value)[0])
 
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(lambda rank: job(ranks(rank)), range(world)))
@@ -124,7 +100,8 @@ def test_ranks_share_the_rows_and_know_them_all(folder, tmp_path, world):
     checks = [Checker() for _ in range(world)]
 
     def job(ranks):
-        ledger = Ledger(tmp_path / "shared", "train", SETTINGS)
+        resumed = (tmp_path / "shared" / "data_train.json").exists()
+        ledger = Ledger(tmp_path / "shared", "train", SETTINGS, resumed)
         return load_prompts(file, check=checks[ranks.rank], ranks=ranks, ledger=ledger)
 
     for prompts, rejections in in_ranks(world, job):
@@ -139,63 +116,6 @@ def test_ranks_share_the_rows_and_know_them_all(folder, tmp_path, world):
     again = in_ranks(world, job)
     assert all(list(prompts) == list(alone) for prompts, _ in again)
     assert sorted(row for check in checks for row in check.rows) == alone_check.rows
-
-
-def test_the_record_says_what_was_checked(folder, tmp_path):
-    check = Checker()
-    file = write(folder, row(answer="1"), row(answer="long"), b"", row(answer="2", source="é\0"))
-    ledger = Ledger(tmp_path / "run", "train", SETTINGS)
-    load_prompts(file, check=check, ledger=ledger)
-    report = json.loads((tmp_path / "run" / "data_train.json").read_text())
-    digests = b"".join(hashlib.sha256(answer).digest() for answer in (b"1", b"2"))
-    assert report == {
-        "files": [{"path": str(file), "bytes": file.stat().st_size}],
-        "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
-        "rows": 3,
-        "accepted": 2,
-        "rejected": 1,
-        "content_sha256": hashlib.sha256(digests).hexdigest(),
-        "settings": {"max_prompt_tokens": 8, "folders": ["a", "b"]},
-    }
-    kept = read_rejections(tmp_path / "run" / "rejected_train.jsonl")
-    assert [(r.row, r.item) for r in kept] == [(2, "messages")]
-    found = Ledger(tmp_path / "run", "train", SETTINGS).read(report["sha256"])
-    assert found.places.tolist() == [0, 3] and found.places.dtype == np.int64
-    assert (found.answers, found.sources) == (["1", "2"], ["digits", "é\0"]) and found.rejections == kept
-
-
-def test_a_resume_does_not_check_again(folder, tmp_path):
-    rows = [row(answer="1"), row(answer="long"), row(answer="2")]
-    file = write(folder, *rows)
-    check = Checker()
-
-    def start(**settings):
-        ledger = Ledger(tmp_path / "run", "train", {**SETTINGS, **settings})
-        prompts, rejections = load_prompts(file, check=check, ledger=ledger)
-        return list(prompts), rejections
-
-    first = start()
-    assert start() == first and check.rows == [1, 2, 3]
-    run = tmp_path / "run"
-    for spoil in (
-        lambda: (run / "rejected_train.jsonl").unlink(),
-        lambda: (run / "rejected_train.jsonl").write_text("[]\n"),
-        lambda: (run / "data_train.npz").write_bytes(b"half"),
-        lambda: (run / "data_train.npz").unlink(),
-        lambda: (run / "data_train.json").write_text('{"sha256": '),
-        lambda: (run / "data_train.json").write_text("[]"),
-        lambda: np.savez((run / "data_train.npz").open("wb"), places=np.array([0])),
-    ):
-        check.windows.clear()
-        spoil()
-        assert start() == first and check.rows == [1, 2, 3]
-        assert start() == first and check.rows == [1, 2, 3]
-    check.windows.clear()
-    assert start(max_prompt_tokens=9) == first and check.rows == [1, 2, 3]
-    write(folder, *rows[:1])
-    check.windows.clear()
-    assert len(start(max_prompt_tokens=9)[0]) == 1 and check.rows == [1]
-    assert not (run / "rejected_train.jsonl").exists()
 
 
 def test_rejections_are_written(folder, tmp_path):

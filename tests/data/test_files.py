@@ -69,6 +69,8 @@ def test_what_is_lacking_is_named(tmp_path):
         ),
         (["train-00001-of-00002"], "1 are missing; the first has number 0"),
         ([*SHARDS, "train-00000-of-00001"], "shards of several sets"),
+        (["train-00000-of-00003-0123456789abcdef", "train-00001-of-00003-89abcdef01234567"], "number 2"),
+        (["train-00000-of-00001-0123456789abcdef", "train-00000-of-00001-89abcdef01234567"], "shards of several sets"),
         ([*SHARDS, "train-extra"], "shards of several sets: train-00000-of-00002.jsonl, train-extra.jsonl"),
     ],
 )
@@ -82,6 +84,8 @@ def test_names_for_messages_and_sources(tmp_path):
     shards = [tmp_path / f"{stem}.parquet" for stem in SHARDS]
     assert (files_name(shards), split_name(shards)) == (str(tmp_path / "train-*.parquet"), "train")
     assert (files_name(shards[:1]), split_name(shards[:1])) == (str(shards[0]), "train")
+    hashed = [tmp_path / "train-00000-of-00001-0123456789abcdef.parquet"]
+    assert (files_name(hashed), split_name(hashed)) == (str(hashed[0]), "train")
     single = [tmp_path / "my-data.jsonl"]
     assert (files_name(single), split_name(single)) == (str(single[0]), "my-data")
 
@@ -93,3 +97,6 @@ def test_the_hash_is_that_of_the_bytes(tmp_path):
         file.write_bytes(content)
     assert dataset_hash(files) == hashlib.sha256(b"".join(contents)).hexdigest()
     assert dataset_hash(files[::-1]) != dataset_hash(files)
+    for path, reason in ((tmp_path / "none", "does not exist"), (tmp_path, "cannot be read: Is a directory")):
+        with pytest.raises(UserError, match=f"data file {path} {reason}"):
+            dataset_hash([path])

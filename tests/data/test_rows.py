@@ -8,11 +8,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, Features, Image, Json, List, Value, Video
+from datasets import ClassLabel, Dataset, Features, Image, Json, List, Value, Video
 from PIL import Image as Pillow
 
 from megarl.data.parse import COLUMNS
 from megarl.data.prompts import load_prompts
+from megarl.data.rejection import Rejection
 from megarl.data.rows import open_rows
 from megarl.errors import UserError
 from tests.data.rows import content, row, write
@@ -44,7 +45,7 @@ def test_lines_are_found_by_their_offsets(tmp_path, end):
     for name in ("a.jsonl", "empty.jsonl", "b.jsonl"):
         files.append(tmp_path / name)
         files[-1].write_bytes(b"" if name == "empty.jsonl" else b"\n".join(lines) + end)
-    rows = open_rows(files, COLUMNS)
+    rows = open_rows(files, COLUMNS, "")
     read = [rows[place] for place in range(len(rows))]
     assert [len(r["prompt"]) for r in read if r is not None] == [1, 0, 50, 3] * 2
     assert read.count(None) == 2 * (end == b"\n\n")
@@ -54,12 +55,12 @@ def test_lines_are_found_by_their_offsets(tmp_path, end):
 def test_lines_longer_than_what_is_read_at_a_time(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"prompt": "' + b"x" * (40 << 20) + b'"}\n{"prompt": "y"}\n')
-    rows = open_rows([file], COLUMNS)
+    rows = open_rows([file], COLUMNS, "")
     assert len(rows) == 2 and len(rows[0]["prompt"]) == 40 << 20 and rows[1] == {"prompt": "y"}
 
 
 def test_no_file_stays_open(tmp_path):
-    rows = [open_rows([write(tmp_path, row(), name=f"{n}.jsonl")], COLUMNS) for n in range(3)]
+    rows = [open_rows([write(tmp_path, row(), name=f"{n}.jsonl")], COLUMNS, "") for n in range(3)]
     before = len(os.listdir("/proc/self/fd"))
     for place in range(300):
         assert rows[place % 3][0]["answer"] == "7"
@@ -135,7 +136,7 @@ def test_shards_are_one_data_set(folder, cache):
 
 def test_only_what_is_read_is_read(folder, cache):
     file = parquet(folder / "train.parquet", {"prompt": ["?"], "answer": ["7"], "extra_info": [{"index": 3}]})
-    assert open_rows([file], COLUMNS, cache)[0] == {"prompt": "?", "answer": "7"}
+    assert open_rows([file], COLUMNS, "", cache)[0] == {"prompt": "?", "answer": "7"}
 
 
 @pytest.mark.parametrize("damage", ["empty", "garbage", "truncated", "a page", "not parquet"])
@@ -174,11 +175,80 @@ def test_a_file_that_changed_is_read_anew(folder, cache):
         assert prompts.answers == [answer]
 
 
+def test_a_file_that_is_replaced_with_its_time_kept(folder, cache):
+    file = folder / "train.parquet"
+    for answer in ("7", "8"):
+        parquet(file, {"prompt": ["?"], "answer": [answer]})
+        os.utime(file, (1e9, 1e9))
+        assert load_prompts(file, cache=cache)[0].answers == [answer]
+
+
+def test_columns_that_are_not_read_may_differ(folder, cache):
+    files = [folder / f"train-{n}.parquet" for n in range(3)]
+    for file, more in zip(files, ({"id": [1]}, {"id": [{"a": "x"}], "extra": [[1.5]]}, {}), strict=True):
+        pq.write_table(pa.table({"prompt": ["?"], "answer": [file.stem], **more}), file)
+    prompts, rejections = load_prompts(files, cache=cache)
+    assert rejections == [] and prompts.answers == ["train-0", "train-1", "train-2"]
+
+
+def test_shards_with_other_columns_are_named(folder, cache):
+    files = [folder / "train-0.parquet", folder / "train-1.parquet"]
+    pq.write_table(pa.table({"prompt": ["?"], "answer": ["7"]}), files[0])
+    pq.write_table(pa.table({"prompt": ["?"], "answer": ["7"], "source": ["x"]}), files[1])
+    message = "data file .*train-0.parquet lacks the column 'source', which train-1.parquet has"
+    for order in (files, files[::-1]):
+        with pytest.raises(UserError, match=message):
+            load_prompts(order, cache=cache)
+
+
+def test_a_file_with_none_of_the_columns(folder, cache):
+    file = parquet(folder / "train.parquet", {"text": ["?"], "label": ["7"]})
+    with pytest.raises(
+        UserError, match="train.parquet has none of the columns that are read, but text, label; acc"
+    ) as e:
+        load_prompts(file, cache=cache)
+    assert all(name in str(e.value) for name in COLUMNS)
+
+
+def test_a_description_of_features_that_is_none(folder, cache):
+    for number, features in enumerate(("{", '{"info": 7}', '{"info": {"features": {"answer": {"_type": "No"}}}}')):
+        table = pa.table({"prompt": ["?"], "answer": ["7"]}).replace_schema_metadata({"huggingface": features})
+        pq.write_table(table, folder / f"{number}.parquet")
+        with pytest.raises(UserError, match=f"{number}.parquet cannot be read: "):
+            load_prompts(folder / f"{number}.parquet", cache=cache)
+
+
+def test_labels_are_names(folder, cache):
+    label = ClassLabel(names=["cat", "dog"])
+    features = {"prompt": Value("string"), "answer": label, "source": ClassLabel(names=["animals"])}
+    columns = {"prompt": ["?"] * 3, "answer": [1, 0, -1], "source": [0, 0, 0]}
+    prompts, [rejection] = load_prompts(parquet(folder / "train.parquet", columns, features), cache=cache)
+    assert prompts.answers == ["dog", "cat"] and prompts.sources == ["animals"] * 2
+    assert (rejection.row, rejection.item) == (3, "answer") and "missing or null" in rejection.reason
+    features = {"prompt": Value("string"), "reward_model": {"ground_truth": label}}
+    columns = {"prompt": ["?"], "reward_model": [{"ground_truth": 1}]}
+    nested = load_prompts(parquet(folder / "nested.parquet", columns, features), cache=cache)[0]
+    assert nested.answers == ["dog"]
+
+
+def test_a_label_without_a_name_and_labels_that_differ(folder, cache):
+    files = [folder / "train-0.parquet", folder / "train-1.parquet"]
+    for file, names in zip(files, (["cat", "dog"], ["dog", "cat"]), strict=True):
+        features = {"prompt": Value("string"), "answer": ClassLabel(names=names)}
+        table = pa.table({"prompt": ["?", "?"], "answer": [1, 2]}, schema=Features(features).arrow_schema)
+        pq.write_table(table, file)
+    prompts, [rejection] = load_prompts(files[0], cache=cache)
+    assert prompts.answers == ["dog"]
+    assert rejection == Rejection(2, "answer", "2 is none of the 2 labels of the column")
+    with pytest.raises(UserError, match="train-1.parquet, column 'answer': other labels than in train-0.parquet"):
+        load_prompts(files, cache=cache)
+
+
 def test_rows_are_read_in_several_threads(folder, cache):
     columns = {"prompt": [str(i) for i in range(200)], "answer": ["7"] * 200}
     for rows in (
-        open_rows([parquet(folder / "train.parquet", columns)], COLUMNS, cache),
-        open_rows([write(folder, *({"prompt": str(i)} for i in range(200)))], COLUMNS),
+        open_rows([parquet(folder / "train.parquet", columns)], COLUMNS, "", cache),
+        open_rows([write(folder, *({"prompt": str(i)} for i in range(200)))], COLUMNS, ""),
     ):
         with ThreadPoolExecutor(8) as pool:
             assert [r["prompt"] for r in pool.map(rows.__getitem__, range(200))] == columns["prompt"]
