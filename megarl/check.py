@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from megarl.data.files import SPLITS, find_split
 from megarl.data.generators.registry import check_options
 from megarl.errors import UserError
+from megarl.layout import check_context, check_experts, check_heads
 from megarl.models.hf_config import hf_config
-from megarl.recipe import DataSection, ModelSection, Part, Recipe, check_world, load_recipe
+from megarl.recipe import DataSection, ModelSection, ParallelSection, Part, Recipe, check_world, load_recipe
 
 if TYPE_CHECKING:  # transformers takes seconds to import; a refused recipe does not wait for it
     from transformers import PreTrainedConfig
@@ -30,6 +31,8 @@ class ParameterCount:
     vision: int
     projector: int
     language: int
+    experts: int = 0
+    """Those of `language` that are in experts."""
 
     @property
     def total(self) -> int:
@@ -93,19 +96,21 @@ def count_parameters(config: "PreTrainedConfig") -> ParameterCount:
     for name, parameter in model.named_parameters():
         part = "language" if parameter in language else "projector" if PROJECTOR.search(name) else "vision"
         counts[part] += parameter.numel()
+        if ".experts." in name:
+            counts["experts"] = counts.get("experts", 0) + parameter.numel()
     return ParameterCount(**counts)
 
 
 def layer_stacks(config: "PreTrainedConfig") -> tuple[LayerStack, LayerStack]:
     """Language model and vision tower."""
     text, vision = config.text_config, config.vision_config
-    experts = getattr(text, "num_experts_per_tok", None)
+    visited = getattr(text, "num_experts_per_tok", None)
     language = LayerStack(
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         query=text.num_attention_heads * text.head_dim,
         key_value=text.num_key_value_heads * text.head_dim,
-        ffn=experts * text.moe_intermediate_size if experts else text.intermediate_size,
+        ffn=visited * text.moe_intermediate_size if visited else text.intermediate_size,
         gated=True,
     )
     tower = LayerStack(
@@ -149,17 +154,25 @@ def estimate_memory(
 ) -> Memory:
     """Bytes on one rank; the CUDA context, NCCL, graphs and fragmentation come on top.
 
-    Weights count as split evenly over the tensor-parallel ranks; those that are not (norms, routers) are
-    small.  Gradients are float32.  The optimizer's state is sharded over the data-parallel ranks: two moments,
-    and beside bfloat16 weights float32 masters; float32 weights are their own masters.  Activations are
-    those of the engine's largest step, one layer at a time, and of a row full of media: upper bounds.
+    Weights count as split evenly over the tensor-parallel ranks, those of experts over the ranks that share these;
+    those that are not (norms, routers) are small.  Gradients are float32.  The optimizer's state is sharded over the
+    ranks that hold the same weights, of which those of context parallelism are not counted: two moments, and beside
+    bfloat16 weights float32 masters; float32 weights are their own masters.  Activations are those of the engine's
+    largest step, one layer at a time, and of a row full of media: upper bounds.
     """
     rollout, training = recipe.rollout, recipe.training
     item, tensor_parallel = ITEM_BYTES[dtype], recipe.parallel.tensor_model_parallel_size
     sequence_parallel = recipe.parallel.sequence_parallel
-    shard = parameters.total // tensor_parallel
-    trained = parameters.trainable(recipe.model.freeze) // tensor_parallel
+    parallel = recipe.parallel
+    expert_shard = parameters.experts // parallel.expert_parallel_size
+    shard = (parameters.total - parameters.experts) // tensor_parallel + expert_shard
+    trained_experts = 0 if "language" in recipe.model.freeze else parameters.experts
+    trained = (parameters.trainable(recipe.model.freeze) - trained_experts) // tensor_parallel
+    trained_expert_shard = expert_shard if trained_experts else 0
+    copies, expert_copies = parallel.data_parallel_size(world_size), world_size // parallel.expert_parallel_size
     moments_and_masters = 12 if dtype == "bfloat16" else 8
+    state = moments_and_masters * trained // copies + moments_and_masters * trained_expert_shard // expert_copies
+    trained += trained_expert_shard
 
     language, vision = layer_stacks(config)
     vocabulary = config.text_config.vocab_size // tensor_parallel
@@ -178,30 +191,13 @@ def estimate_memory(
     return Memory(
         weights=item * shard,
         gradients=4 * trained,
-        optimizer_state=moments_and_masters * trained // recipe.parallel.data_parallel_size(world_size),
+        optimizer_state=state,
         reference_snapshot=item * trained if recipe.algorithm.kl_coefficient > 0 else 0,
         kv_cache=int(rollout.kv_cache_gb * GIB),
         activations_rollout=4 * rollout.max_requests * vocabulary
         + layer_activations(language, rollout.max_tokens_per_step, item, tensor_parallel, sequence_parallel),
         activations_training=activations,
     )
-
-
-def check_heads(config: "PreTrainedConfig", tensor_parallel: int) -> None:
-    """Refuses attention heads that do not divide over the tensor-parallel ranks, as Megatron would."""
-    text, vision = config.text_config, config.vision_config
-    for key, heads in (
-        ("text_config.num_attention_heads", text.num_attention_heads),
-        ("vision_config.num_heads", vision.num_heads),
-    ):
-        if heads % tensor_parallel:
-            raise UserError(f"parallel.tensor_model_parallel_size = {tensor_parallel}: should divide {key} = {heads}")
-    groups = text.num_key_value_heads
-    if groups % tensor_parallel and tensor_parallel % groups:
-        raise UserError(
-            f"parallel.tensor_model_parallel_size = {tensor_parallel}: should divide, or be a multiple of, "
-            f"text_config.num_key_value_heads = {groups}"
-        )
 
 
 def check_kv_cache(recipe: Recipe, config: "PreTrainedConfig", dtype: str) -> None:
@@ -244,6 +240,8 @@ def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":
         check_options(recipe.data.generator, recipe.data.generator_options)
     config = hf_config(recipe.model.path, recipe.model.config)
     check_heads(config, recipe.parallel.tensor_model_parallel_size)
+    check_context(config, recipe.parallel.tensor_model_parallel_size, recipe.parallel.context_parallel_size)
+    check_experts(config, recipe.parallel)
     for dtype in dtypes(recipe):
         check_kv_cache(recipe, config, dtype)
     return config
@@ -278,6 +276,7 @@ def report(recipe: Recipe, world_size: int) -> str:
         f"the run      {recipe.steps:,} steps, {recipe.total_updates:,} updates",
         f"parameters   {parameters.total:,}: vision {parameters.vision:,}, "
         f"projector {parameters.projector:,}, language {parameters.language:,}",
+        *_experts(config, recipe.parallel),
         f"KV cache     tokens on a rank: {capacities}; a request has at most {longest:,}",
         "",
         f"{'GiB on a rank':<24}" + "".join(f"{dtype:>12}" for dtype in kinds),
@@ -295,6 +294,14 @@ def report(recipe: Recipe, world_size: int) -> str:
     ):
         lines.append(f"{title:<24}" + "".join(f"{getattr(memory, field) / GIB:>12.3f}" for memory in memories))
     return "\n".join(lines)
+
+
+def _experts(config: "PreTrainedConfig", parallel: ParallelSection) -> list[str]:
+    experts = getattr(config.text_config, "num_experts", None)
+    if not experts:
+        return []
+    visited, here = config.text_config.num_experts_per_tok, experts // parallel.expert_model_parallel_size
+    return [f"experts      {experts:,} in a layer, {visited} of them for a token, {here:,} on a rank"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

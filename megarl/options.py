@@ -29,6 +29,9 @@ def model_options(recipe: Recipe) -> ModelOptions:
     return ModelOptions(
         dtype=dtype or (torch.bfloat16 if kernels().gpu else torch.float32),
         tensor_model_parallel_size=recipe.parallel.tensor_model_parallel_size,
+        context_parallel_size=recipe.parallel.context_parallel_size,
+        expert_model_parallel_size=recipe.parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=recipe.parallel.expert_tensor_parallel_size,
         sequence_parallel=recipe.parallel.sequence_parallel,
         recompute=recipe.training.recompute == "full",
         freeze=tuple(recipe.model.freeze),

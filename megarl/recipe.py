@@ -89,14 +89,26 @@ class ParallelSection(Section):
     pipeline_model_parallel_size: PositiveInt = 1
     """Ranks that share the layers; only 1."""
     context_parallel_size: PositiveInt = 1
-    """Ranks that share the tokens of a row; only 1 in this version."""
+    """Ranks that share the tokens of a row; in rollouts each of them is an engine of its own."""
     expert_model_parallel_size: PositiveInt = 1
-    """Ranks that share the experts; only 1 in this version."""
+    """Ranks that share the experts of a layer, each of them with rows and requests of its own."""
+    expert_tensor_parallel_size: PositiveInt = 1
+    """Ranks that share the weights of each expert."""
 
     @property
     def model_parallel_size(self) -> int:
         """Ranks that hold one copy of the model and work on one row."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Ranks that hold one copy of the experts."""
+        return self.expert_model_parallel_size * self.expert_tensor_parallel_size
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """As `megatron.core.parallel_state.initialize_model_parallel` takes them."""
+        return self.model_dump(exclude={"sequence_parallel"})
 
     def data_parallel_size(self, world_size: int) -> int:
         """Copies of the model in a job of `world_size` processes, which `check_world` has accepted."""
@@ -420,22 +432,21 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         "parallel.pipeline_model_parallel_size",
         "only 1 is accepted, since rollouts share the rank's module with training and step all layers of it",
     )
-    for key in ("context_parallel_size", "expert_model_parallel_size"):
-        yield getattr(r.parallel, key) > 1, f"parallel.{key}", "only 1 is accepted in this version"
     yield (
         r.parallel.sequence_parallel and tensor_parallel == 1,
         "parallel.sequence_parallel parallel.tensor_model_parallel_size",
         "sequence parallelism needs a tensor parallel size above 1",
     )
-    for key, value in (
-        ("rollout.max_requests", r.rollout.max_requests),
-        ("training.tokens_per_row", r.training.tokens_per_row),
-    ):
-        yield (
-            value % tensor_parallel > 0,
-            f"{key} parallel.tensor_model_parallel_size",
-            "should be a multiple of the tensor parallel size",
-        )
+    yield (
+        r.rollout.max_requests % tensor_parallel > 0,
+        "rollout.max_requests parallel.tensor_model_parallel_size",
+        "should be a multiple of the tensor parallel size",
+    )
+    yield (
+        r.training.tokens_per_row % (tensor_parallel * r.parallel.context_parallel_size) > 0,
+        "training.tokens_per_row parallel.tensor_model_parallel_size parallel.context_parallel_size",
+        "should be a multiple of tensor times context parallel size",
+    )
 
     malformed = _regex_error(r.environment.format)
     yield malformed is not None, "environment.format", f"should be a regular expression: {malformed}"
@@ -506,8 +517,9 @@ def check_world(recipe: Recipe, world_size: int) -> None:
     if world_size < 1:
         raise UserError(f"world size = {world_size}: should be at least 1")
     if world_size % recipe.parallel.model_parallel_size:
-        keys = _settings(recipe, "parallel.tensor_model_parallel_size")
-        raise UserError(f"{keys}: should divide the world size, which is {world_size}")
+        keys = _settings(recipe, "parallel.tensor_model_parallel_size", "parallel.context_parallel_size")
+        raise UserError(f"{keys}: their product should divide the world size, which is {world_size}")
+    _check_expert_ranks(recipe, world_size)
     data_parallel = recipe.parallel.data_parallel_size(world_size)
     if recipe.algorithm.prompts_per_step % (recipe.algorithm.minibatches * data_parallel):
         keys = _settings(recipe, "algorithm.prompts_per_step", "algorithm.minibatches")
@@ -515,6 +527,21 @@ def check_world(recipe: Recipe, world_size: int) -> None:
     if recipe.warmup is not None and recipe.warmup.batch_size % data_parallel:
         keys = _settings(recipe, "warmup.batch_size")
         raise UserError(f"{keys}: should be a multiple of the data parallel size, which is {data_parallel}")
+
+
+def _check_expert_ranks(recipe: Recipe, world_size: int) -> None:
+    shared, same = recipe.parallel.expert_parallel_size, recipe.parallel.model_parallel_size
+    expert = "parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size"
+    if world_size % shared:
+        raise UserError(
+            f"{_settings(recipe, *expert)}: their product should divide the world size, which is {world_size}"
+        )
+    if max(shared, same) % min(shared, same):
+        # Ranks with the same rows would keep step with different ranks, and some wait for ever.
+        raise UserError(
+            f"{_settings(recipe, *expert)}: their product should divide, or be a multiple of, tensor times context "
+            f"parallel size, which is {same}"
+        )
 
 
 class _Layer(NamedTuple):

@@ -29,9 +29,11 @@ from megarl.media.item import EncodedPrompt
 from megarl.models.build import Policy, load_policy
 from megarl.models.hf_config import family_of
 from megarl.options import engine_options, environment_of, media_options, model_options
+from megarl.packing.cost import CostModel, StackCost
 from megarl.packing.rows import TokenSequence
 from megarl.recipe import Recipe
-from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engine import Rollout, RolloutEngine
+from megarl.rollout.exchange import balance
 from megarl.startup import load_processor, prepare_checkpoint, processor_identity, stop_tokens
 from megarl.training import checkpoint
 from megarl.training.trainer import Trainer
@@ -54,13 +56,24 @@ class Run:
     def __post_init__(self):
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
+        # In rollouts context-parallel ranks, which train on the same rows, are engines of their own.
+        self.engine_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        self.engine_count = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         self._sampler = PromptSampler(self.train_prompts, self.recipe.seed)
+        self.imbalance = 1.0
+        """Of the last step: the largest training cost of a data-parallel rank over the mean."""
         self._answers = AnswerPool(self.train_prompts.sources, self.train_prompts.answers)
 
     @cached_property
     def chance(self) -> float:
         """Held-out accuracy of the best constant answer to each source."""
         return best_constants(self.test_prompts.sources, self.test_prompts.answers)
+
+    @cached_property
+    def cost(self) -> CostModel:
+        """By which rows and ranks are balanced."""
+        model = self.policy.model
+        return CostModel(StackCost.of(model.language_model.config), StackCost.of(model.vision_model.config))
 
     @property
     def merge_size(self) -> int:
@@ -79,10 +92,28 @@ class Run:
         if step <= self.recipe.steps:
             self.encoder.prefetch([self.train_prompts[index] for _, index in self._step_share(step)])
 
+    def balance(self, step: int, groups: list[list[Rollout]]) -> list[list[Rollout]]:
+        """The groups that this rank trains on: the same minibatches, of even cost over the data-parallel ranks."""
+        algorithm = self.recipe.algorithm
+        indices = self._sampler.indices(step - 1, algorithm.prompts_per_step)
+        places = [place for place, _ in self._step_share(step)]
+        groups, self.imbalance = balance(
+            groups,
+            places,
+            algorithm.minibatches,
+            self.cost,
+            lambda place: self.encoder.encode(self.train_prompts[indices[place]]),
+        )
+        return groups
+
     def _step_share(self, step: int) -> list[tuple[int, int]]:
-        """This rank's part of an RL step: places in the batch, and the prompts' indices."""
-        indices = self._sampler.indices(step - 1, self.recipe.algorithm.prompts_per_step)
-        return shard(list(enumerate(indices)), self.dp_rank, self.dp_size)
+        """This rank's part of an RL step, places in the batch and the prompts' indices: an equal share of each
+        minibatch, so that minibatches are the same under any layout."""
+        algorithm = self.recipe.algorithm
+        batch = list(enumerate(self._sampler.indices(step - 1, algorithm.prompts_per_step)))
+        size = len(batch) // algorithm.minibatches
+        minibatches = [batch[start : start + size] for start in range(0, len(batch), size)]
+        return [one for minibatch in minibatches for one in shard(minibatch, self.dp_rank, self.dp_size)]
 
     def _encode(self, indices: Sequence[int]) -> list[EncodedPrompt]:
         """Training prompts by index.

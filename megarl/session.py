@@ -97,7 +97,7 @@ class Session:
                 checkpoint.save_weights(self._reference_folder, run.trainer)
             reference = ReferencePolicy(run.policy.model)
         run.trainer.begin(rl_optimizer(self._recipe))
-        self.policy_step = PolicyStep(run.trainer, reference, step_options(self._recipe), run.merge_size)
+        self.policy_step = PolicyStep(run.trainer, reference, step_options(self._recipe), run.merge_size, run.cost)
 
     def warm_up(self, stop: StopSignal) -> None:
         """The supervised phase, where the recipe has one and it is not over."""
@@ -106,7 +106,8 @@ class Session:
             return
         for step in range(self._step + 1, warmup.steps + 1):
             sequences = run.warmup_sequences(step)
-            loss = supervised_update(run.trainer, sequences, self._recipe.training.tokens_per_row, run.merge_size)
+            tokens_per_row = self._recipe.training.tokens_per_row
+            loss = supervised_update(run.trainer, sequences, tokens_per_row, run.merge_size, run.cost)
             run.engine.weights_changed()
             self._step = step
             self._progress.phase("warm-up", step, warmup.steps, loss=loss)
@@ -149,6 +150,7 @@ class Session:
             "media/asked": self.run.engine.asked,
             "media/feature_bytes_peak": self.run.engine.features.peak_bytes,
             **self.run.encoder.metrics(),
+            "rollout/imbalance": self.run.imbalance,
         }
         self._save_rollouts(step, batch, scored)
         self._progress.step(step, values)

@@ -13,9 +13,10 @@ def train(arguments: list[str]) -> None:
     """Runs a recipe from where its run folder stands to its end."""
     recipe = load_recipe(*_recipe_and_overrides(arguments))
     refuse(recipe, launch.world_size())
-    launch.start(recipe.parallel.tensor_model_parallel_size, recipe.seed, recipe.rollout.cuda_graphs and kernels().gpu)
+    launch.start(recipe.parallel.sizes, recipe.seed, recipe.rollout.cuda_graphs and kernels().gpu)
 
     from megarl.rewards import judge
+    from megarl.rollout.spread import generate_spread
     from megarl.session import Session
 
     with Session(recipe) as session, launch.StopSignal().caught() as stop:
@@ -24,7 +25,8 @@ def train(arguments: list[str]) -> None:
         for step in session.steps(stop):
             with timer("rollout"):
                 prompts, keys = run.step_prompts(step)
-                groups = run.engine.generate(prompts, session.sampling, recipe.algorithm.group_size, keys)
+                groups = generate_spread(run.engine, prompts, session.sampling, recipe.algorithm.group_size, keys)
+                groups = run.balance(step, groups)
             with timer("reward"):
                 batch = judge(groups, run.environment, run.text, recipe.algorithm.advantage)
             with timer("score"):

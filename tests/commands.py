@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,13 +60,20 @@ def run(*arguments, timeout: float = 240, **options) -> Result:
     return finish(start(*arguments, **options), timeout)
 
 
-def fork(folder: Path, *arguments, timeout: float = 120) -> Result:
-    """`python -m megarl.train ARGUMENTS` in a process that has imported Megatron already: what it prints while it
-    imports is not seen, and it starts at once."""
+def _train(arguments: list[str]) -> int:
+    from megarl.platform import launch
+    from megarl.train import train
+
+    return launch.command(train, arguments)
+
+
+def fork(folder: Path, *arguments, main: Callable[[list[str]], int] = _train, timeout: float = 120) -> Result:
+    """`python -m megarl.train ARGUMENTS`, or the command whose module-level function `main` gives the exit code, in a
+    process that has imported Megatron already: what it prints while it imports is not seen, and it starts at once."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     out, err = folder / "stdout", folder / "stderr"
-    process = context.Process(target=_train, args=(list(map(str, arguments)), out, err))
+    process = context.Process(target=_forked, args=(main, list(map(str, arguments)), out, err))
     process.start()
     process.join(timeout)
     if process.is_alive():
@@ -74,15 +82,12 @@ def fork(folder: Path, *arguments, timeout: float = 120) -> Result:
     return Result(process.exitcode, out.read_text(), err.read_text())
 
 
-def _train(arguments: list[str], out: Path, err: Path) -> None:
+def _forked(main: Callable[[list[str]], int], arguments: list[str], out: Path, err: Path) -> None:
     for number, path in ((1, out), (2, err)):
         with path.open("w") as file:
             os.dup2(file.fileno(), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-    from megarl.platform import launch
-    from megarl.train import train
-
-    code = launch.command(train, arguments)
+    code = main(arguments)
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(code)
 

@@ -58,6 +58,12 @@ def tied_checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def mixture_checkpoint(tmp_path_factory):
+    """Folder of the tiny mixture of experts."""
+    return tiny.write_mixture_checkpoint(tmp_path_factory.mktemp("tiny") / "mixture")
+
+
+@pytest.fixture(scope="session")
 def prompts(tmp_path_factory, checkpoint):
     """`tests.tiny.make_prompts`: encoded prompts by name."""
     return tiny.make_prompts(tmp_path_factory.mktemp("pictures"), checkpoint)
@@ -67,3 +73,9 @@ def prompts(tmp_path_factory, checkpoint):
 def reference(checkpoint):
     """transformers with the tiny checkpoint."""
     return tiny.Reference(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def mixture_reference(mixture_checkpoint):
+    """transformers with the tiny mixture of experts."""
+    return tiny.Reference(mixture_checkpoint)

@@ -28,6 +28,8 @@ SEED = 7
 PRELOADED = ["megarl.rollout.engine", "megarl.training.checkpoint", "megarl.training.grpo", "megarl.models.build"]
 _START_SECONDS = 180
 _on_rank = False
+_sizes: dict[str, int] = {}
+"""Of the parallel groups that this rank has now."""
 _GRACE_SECONDS = 3
 """After one rank has failed, how long its peers may take to fail too."""
 
@@ -37,14 +39,30 @@ class Layout:
     world_size: int
     tensor_parallel: int
     sequence_parallel: bool = False
+    context_parallel: int = 1
+    expert_parallel: int = 1
+    expert_tensor_parallel: int = 1
 
     def __str__(self) -> str:
-        return f"tp{self.tensor_parallel}{'-sp' * self.sequence_parallel}"
+        parts = [f"tp{self.tensor_parallel}", *["sp"] * self.sequence_parallel]
+        for name, size in (
+            ("cp", self.context_parallel),
+            ("ep", self.expert_parallel),
+            ("etp", self.expert_tensor_parallel),
+        ):
+            parts += [f"{name}{size}"] if size > 1 else []
+        return "-".join(parts)
 
     @property
     def job(self) -> dict[str, int]:
         """Arguments of `Ranks.run`."""
-        return {"world_size": self.world_size, "tensor_parallel": self.tensor_parallel}
+        return {
+            "world_size": self.world_size,
+            "tensor_parallel": self.tensor_parallel,
+            "context_parallel": self.context_parallel,
+            "expert_parallel": self.expert_parallel,
+            "expert_tensor_parallel": self.expert_tensor_parallel,
+        }
 
 
 TP1, TP2, TP2_SP = LAYOUTS = [Layout(1, 1), Layout(2, 2), Layout(2, 2, sequence_parallel=True)]
@@ -76,7 +94,16 @@ class Ranks:
         self._pools: dict[int, _Pool] = {}
 
     def run(
-        self, function: Callable, *args, world_size: int = 1, tensor_parallel: int = 1, timeout: float = 120, **kwargs
+        self,
+        function: Callable,
+        *args,
+        world_size: int = 1,
+        tensor_parallel: int = 1,
+        context_parallel: int = 1,
+        expert_parallel: int = 1,
+        expert_tensor_parallel: int = 1,
+        timeout: float = 120,
+        **kwargs,
     ) -> list[Any]:
         """What `function(*args, **kwargs)` returns on each rank.
 
@@ -85,7 +112,16 @@ class Ranks:
                 within `timeout` seconds.  The pool is started anew next time.
         """
         return self.run_named(
-            function.__module__, function.__qualname__, args, kwargs, world_size, tensor_parallel, timeout
+            function.__module__,
+            function.__qualname__,
+            args,
+            kwargs,
+            world_size,
+            tensor_parallel,
+            context_parallel,
+            expert_parallel,
+            expert_tensor_parallel,
+            timeout,
         )
 
     def run_named(
@@ -96,6 +132,9 @@ class Ranks:
         kwargs: dict,
         world_size: int = 1,
         tensor_parallel: int = 1,
+        context_parallel: int = 1,
+        expert_parallel: int = 1,
+        expert_tensor_parallel: int = 1,
         timeout: float = 120,
     ) -> list[Any]:
         """`run` for a function that is called something else than where it is found, as hypothesis' are."""
@@ -103,7 +142,13 @@ class Ranks:
         if pool is None:
             pool = self._pools[world_size] = _Pool(world_size)
         try:
-            return pool.run(_Job(module, name, args, kwargs, tensor_parallel), timeout)
+            sizes = {
+                "tensor_model_parallel_size": tensor_parallel,
+                "context_parallel_size": context_parallel,
+                "expert_model_parallel_size": expert_parallel,
+                "expert_tensor_parallel_size": expert_tensor_parallel,
+            }
+            return pool.run(_Job(module, name, args, kwargs, sizes), timeout)
         except BaseException:
             self._pools.pop(world_size).end()
             raise
@@ -115,9 +160,10 @@ class Ranks:
 
 
 class _Job:
-    def __init__(self, module: str, name: str, args: tuple, kwargs: dict, tensor_parallel: int):
+    def __init__(self, module: str, name: str, args: tuple, kwargs: dict, sizes: dict[str, int]):
         self.module, self.name, self.args, self.kwargs = module, name, args, kwargs
-        self.tensor_parallel = tensor_parallel
+        self.sizes = sizes
+        """Of the parallel groups, by Megatron's names."""
 
     def call(self) -> Any:
         function = importlib.import_module(self.module)
@@ -220,7 +266,7 @@ def _start() -> None:
     from megarl.platform import launch
 
     _explain_asserts()
-    launch.start(1, SEED, cuda_graphs=False)
+    launch.start({}, SEED, cuda_graphs=False)
     torch.set_num_threads(1)
 
 
@@ -241,9 +287,11 @@ def _run(job: _Job) -> Any:
     from megatron.core.inference.utils import InferenceMode
 
     InferenceMode.unset_active()
-    if parallel_state.get_tensor_model_parallel_world_size() != job.tensor_parallel:
+    if _sizes != job.sizes:
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=job.tensor_parallel)
+        parallel_state.initialize_model_parallel(**job.sizes)
+        _sizes.clear()
+        _sizes.update(job.sizes)
     parallel_state.get_global_memory_buffer().buffer.clear()
     torch.manual_seed(SEED)
     tensor_parallel.random.model_parallel_cuda_manual_seed(SEED, force_reset_rng=True)

@@ -6,10 +6,11 @@ import torch
 from megatron.core import parallel_state
 
 from megarl.models.build import ModelOptions, Policy, load_policy
-from megarl.packing.rows import PackedRow, TokenSequence, pack
+from megarl.packing.rows import PackedRow, TokenSequence, by_member, pack
 from megarl.rollout.engine import EngineOptions, RolloutEngine
 from megarl.rollout.sampling import SamplingOptions
 from megarl.training.trainer import OptimizerOptions, Trainer, row_multiple
+from megarl.verify.gradients import named_gradients
 from tests import tiny
 
 STOP = (2, 3)
@@ -18,8 +19,13 @@ STOP = (2, 3)
 
 def policy(checkpoint: Path, **options) -> Policy:
     """The checkpoint in float32, in the layout of the job."""
-    tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
-    return load_policy(checkpoint, ModelOptions(torch.float32, tensor_parallel, **options))
+    sizes = {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+    return load_policy(checkpoint, ModelOptions(torch.float32, **sizes, **options))
 
 
 def engine(model, **options) -> RolloutEngine:
@@ -58,7 +64,7 @@ def rows(sequences: list[TokenSequence], tokens_per_row: int = tiny.LONGEST) -> 
 def score(built: Trainer, sequences: list[TokenSequence], **options) -> list[torch.Tensor]:
     """Log-probabilities of each sequence's completion."""
     packed = rows(sequences, **options)
-    return [part for row, values in zip(packed, built.score(packed), strict=True) for part in row.split(values)]
+    return by_member(packed, built.score(packed))
 
 
 def one_update(built: Trainer, sequences: list[TokenSequence]) -> None:
@@ -73,22 +79,11 @@ def weights(built: Policy) -> dict[str, torch.Tensor]:
 
 
 def gradients(built: Policy, of: Trainer, packed: list[PackedRow], loss) -> dict[str, torch.Tensor]:
-    """Of the loss summed over all tokens, by Hugging Face name; without data parallelism.  Collective.
+    """Of the loss summed over all tokens of all ranks, by Hugging Face name.  Collective.
 
     Parameters without a gradient are zero.
     """
-    of._ddp.train()
-    of._ddp.zero_grad_buffer()
-    of._run(packed, lambda row, output: (loss(row, *output), output.sum().detach()), forward_only=False)
-    tokens = sum(row.targets.numel() for row in packed)
-    kept = {name: parameter.detach().clone() for name, parameter in built.model.named_parameters()}
-    with torch.no_grad():
-        for parameter in built.model.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(parameter.main_grad)  # so that the export gathers and renames gradients
-            else:
-                parameter.zero_()
-        out = {name: tensor * tokens for name, tensor in weights(built).items()}
-        for name, parameter in built.model.named_parameters():
-            parameter.copy_(kept[name])
-    return out
+    found = named_gradients(built, of, packed, lambda row, *output: (loss(row, *output), output[0].sum().detach()))
+    tokens = torch.tensor(sum(row.targets.numel() for row in packed))
+    torch.distributed.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
+    return {name: tensor * tokens for name, tensor in found}

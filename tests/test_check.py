@@ -11,7 +11,6 @@ from megarl.check import (
     GIB,
     LayerStack,
     ParameterCount,
-    check_heads,
     count_parameters,
     estimate_memory,
     kv_cache_blocks,
@@ -19,6 +18,7 @@ from megarl.check import (
     main,
 )
 from megarl.errors import UserError
+from megarl.layout import check_context, check_experts, check_heads
 from megarl.models.hf_config import hf_config
 from megarl.recipe import Recipe, load_recipe
 
@@ -188,6 +188,69 @@ def test_heads_that_do_not_divide(config):
             check_heads(config, tensor_parallel)
 
 
+def test_heads_that_do_not_divide_over_context_parallel_ranks(config):
+    """Of 4 heads and 4 key-value heads."""
+    check_context(config, 2, 2)
+    for tensor_parallel, context_parallel in ((1, 3), (2, 4)):
+        with pytest.raises(UserError, match=f"parallel.context_parallel_size = {context_parallel}: should divide"):
+            check_context(config, tensor_parallel, context_parallel)
+
+
+# Experts
+
+
+@pytest.fixture(scope="module")
+def mixture(config):
+    from tests.tiny import mixture_config
+
+    class Processor:
+        tokenizer = type("Tokenizer", (), {"eos_token_id": 2, "pad_token_id": 0})
+        image_token_id, video_token_id, vision_start_token_id, vision_end_token_id = 5, 6, 3, 4
+
+    return mixture_config(Processor)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["expert_model_parallel_size=3"], "expert_model_parallel_size = 3: should divide text_config.num_experts = 4"),
+        (["expert_model_parallel_size=8"], "expert_model_parallel_size = 8: should divide text_config.num_experts = 4"),
+        (
+            ["expert_tensor_parallel_size=5"],
+            "expert_tensor_parallel_size = 5: should divide text_config.moe_intermediate_size = 48",
+        ),
+        (
+            ["tensor_model_parallel_size=2"],
+            "sequence_parallel = False: should be true where a mixture of experts has "
+            "parallel.tensor_model_parallel_size = 2",
+        ),
+    ],
+)
+def test_experts_that_do_not_divide(mixture, overrides, message):
+    with pytest.raises(UserError) as refused:
+        check_experts(mixture, digits(*(f"parallel.{override}" for override in overrides)).parallel)
+    assert str(refused.value) == f"parallel.{message}"
+
+
+def test_experts_that_divide(mixture, config):
+    for overrides in ([], ["expert_model_parallel_size=4"], ["expert_tensor_parallel_size=2"]):
+        check_experts(mixture, digits(*(f"parallel.{override}" for override in overrides)).parallel)
+    check_experts(config, digits("parallel.tensor_model_parallel_size=2").parallel)
+
+
+@pytest.mark.parametrize("name", ["expert_model_parallel_size", "expert_tensor_parallel_size"])
+def test_a_dense_model_has_no_experts(capsys, name):
+    assert main([DIGITS, f"parallel.{name}=2", "--world-size", "2"]) == 2
+    assert capsys.readouterr().err == (
+        f"megarl: error: parallel.{name} = 2: should be 1, since a qwen3_vl has no experts\n"
+    )
+
+
+def test_parameters_of_experts(mixture):
+    """3 layers of 4 experts, each with two inner projections and an outer one of 64 x 48."""
+    assert count_parameters(mixture).experts == 3 * 4 * 3 * 64 * 48
+
+
 # Parameters
 
 
@@ -276,6 +339,15 @@ def test_memory_under_tensor_and_sequence_parallelism(config):
     language = 2 * (LANGUAGE // 2) * 4096 * 2
     vision = (4 * 64 + (VISION - 4 * 64) // 2) * 4 * 4096 * 2
     assert memory.activations_training == language + vision + LOGITS // 2
+
+
+def test_memory_under_expert_parallelism(mixture):
+    """Half of the experts on a rank, which two of the four ranks hold; the rest is on all of them."""
+    count = ParameterCount(vision=1_000_000, projector=500_000, language=2_500_000, experts=2_000_000)
+    recipe = digits("parallel.expert_model_parallel_size=2")
+    memory = estimate_memory(recipe, mixture, count, "bfloat16", world_size=4)
+    assert (memory.weights, memory.gradients) == (6_000_000, 12_000_000)
+    assert memory.optimizer_state == 12 * (2_000_000 // 4 + 1_000_000 // 2)
 
 
 def test_memory_with_full_recompute(config):

@@ -35,7 +35,6 @@ def stand_in(held_out: Prompts) -> SimpleNamespace:
         assert len(encoded) == len(keys) <= 2
         return [[SimpleNamespace(ids="yes", finished=True, prompt=SimpleNamespace(prompt=p))] for p in encoded]
 
-    features = SimpleNamespace(clear=lambda: None)
     return SimpleNamespace(
         recipe=SimpleNamespace(
             seed=1,
@@ -43,10 +42,10 @@ def stand_in(held_out: Prompts) -> SimpleNamespace:
             evaluation=SimpleNamespace(temperature=0.0),
         ),
         stop_ids=(2,),
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
+        engine_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        engine_count=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         encoder=SimpleNamespace(encode=lambda prompt: prompt, prefetch=lambda prompts: None),
-        engine=SimpleNamespace(generate=generate, features=features),
+        engine=SimpleNamespace(generate=generate),
         environment=ExactMatch(),
         text=lambda ids: ids,
         test_prompts=held_out,

@@ -351,16 +351,6 @@ TINY = "model.tiny_processor"
         ),
         (
             MINIMAL,
-            ["parallel.context_parallel_size=2"],
-            "parallel.context_parallel_size = 2: only 1 is accepted in this version",
-        ),
-        (
-            MINIMAL,
-            ["parallel.expert_model_parallel_size=4"],
-            "parallel.expert_model_parallel_size = 4: only 1 is accepted in this version",
-        ),
-        (
-            MINIMAL,
             ["parallel.sequence_parallel=true"],
             "parallel.sequence_parallel = True, parallel.tensor_model_parallel_size = 1: ",
         ),
@@ -372,7 +362,8 @@ TINY = "model.tiny_processor"
         (
             MINIMAL,
             ["parallel.tensor_model_parallel_size=2", "training.tokens_per_row=4097"],
-            "training.tokens_per_row = 4097, parallel.tensor_model_parallel_size = 2: should be a multiple",
+            "training.tokens_per_row = 4097, parallel.tensor_model_parallel_size = 2, "
+            "parallel.context_parallel_size = 1: should be a multiple",
         ),
         (
             MINIMAL,
@@ -481,7 +472,20 @@ def test_data_parallel_size(write):
         (
             ["parallel.tensor_model_parallel_size=2"],
             3,
-            "parallel.tensor_model_parallel_size = 2: should divide the world size, which is 3",
+            "parallel.tensor_model_parallel_size = 2, parallel.context_parallel_size = 1: their product should divide "
+            "the world size, which is 3",
+        ),
+        (
+            ["parallel.expert_model_parallel_size=2", "parallel.expert_tensor_parallel_size=3"],
+            4,
+            "parallel.expert_model_parallel_size = 2, parallel.expert_tensor_parallel_size = 3: their product should "
+            "divide the world size, which is 4",
+        ),
+        (
+            ["parallel.expert_model_parallel_size=3", "parallel.context_parallel_size=2"],
+            6,
+            "parallel.expert_model_parallel_size = 3, parallel.expert_tensor_parallel_size = 1: their product should "
+            "divide, or be a multiple of, tensor times context parallel size, which is 2",
         ),
         (
             ["algorithm.minibatches=2"],

@@ -7,7 +7,14 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoProcessor, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 
 from megarl.data.prompt import MediaSource, Prompt
 from megarl.media.encoder import Encoder
@@ -29,8 +36,18 @@ def write_checkpoint(folder: Path, tied: bool) -> Path:
     """A checkpoint with weights at which an error shows: logits with a spread of several nats, norms off 1 and
     biases off 0."""
     build_tiny_processor(folder, ALPHABET, VOCABULARY, 4, MERGE, 2, min_pixels=64, max_pixels=1024)
-    processor = AutoProcessor.from_pretrained(folder)
-    model = Qwen3VLForConditionalGeneration._from_config(_config(processor, tied)).float()
+    config = _config(AutoProcessor.from_pretrained(folder), tied)
+    return _write_weights(folder, Qwen3VLForConditionalGeneration._from_config(config).float())
+
+
+def write_mixture_checkpoint(folder: Path) -> Path:
+    """The like of a Qwen3-VL mixture of experts: 4 experts, of which each token visits 2."""
+    build_tiny_processor(folder, ALPHABET, VOCABULARY, 4, MERGE, 2, min_pixels=64, max_pixels=1024)
+    config = mixture_config(AutoProcessor.from_pretrained(folder))
+    return _write_weights(folder, Qwen3VLMoeForConditionalGeneration._from_config(config).float())
+
+
+def _write_weights(folder: Path, model) -> Path:
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(sum(name.encode()))
         with torch.no_grad():
@@ -81,6 +98,18 @@ def _config(processor, tied: bool) -> Qwen3VLConfig:
         tie_word_embeddings=tied,
     )
     config.architectures = ["Qwen3VLForConditionalGeneration"]
+    return config
+
+
+def mixture_config(processor) -> Qwen3VLMoeConfig:
+    dense = _config(processor, tied=False).to_dict()
+    text, vision = dense["text_config"], dense["vision_config"]
+    for values in (text, vision):
+        values.pop("model_type")
+    text.update(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+    tokens = {name: value for name, value in dense.items() if name.endswith("token_id")}
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens)
+    config.architectures = ["Qwen3VLMoeForConditionalGeneration"]
     return config
 
 
@@ -166,8 +195,8 @@ class Reference:
     """transformers, one sequence at a time; in the test's own process, where nothing of torch is patched."""
 
     def __init__(self, folder: Path):
-        self.model = Qwen3VLForConditionalGeneration.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
+        self.model = AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         ).eval()
         # transformers gives the padding token's embedding no gradient, even where it was sampled.
         self.model.get_input_embeddings().padding_idx = None

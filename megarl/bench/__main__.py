@@ -37,7 +37,7 @@ def bench(arguments: list[str]) -> None:
     recipe = load_recipe(options.recipe, options.overrides)
     if launch.world_size() > 1:
         raise UserError("megarl.bench measures one rank: start it without torchrun")
-    launch.start(1, recipe.seed, recipe.rollout.cuda_graphs and kernels().gpu)
+    launch.start({}, recipe.seed, recipe.rollout.cuda_graphs and kernels().gpu)
     lines = []
     if options.only != "media":
         from megarl.bench import policy

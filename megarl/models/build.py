@@ -22,6 +22,11 @@ _SHARD_BYTES = 4 << 30
 class ModelOptions:
     dtype: torch.dtype
     tensor_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    """Ranks that share the experts of a layer."""
+    expert_tensor_parallel_size: int = 1
+    """Ranks that share the weights of each expert."""
     sequence_parallel: bool = False
     recompute: bool = False
     """Full activation recomputation of the language model."""
@@ -61,6 +66,9 @@ def _megatron_config(bridge: AutoBridge, options: ModelOptions):
     half = options.dtype is torch.bfloat16
     settings = dict(
         tensor_model_parallel_size=options.tensor_model_parallel_size,
+        context_parallel_size=options.context_parallel_size,
+        expert_model_parallel_size=options.expert_model_parallel_size,
+        expert_tensor_parallel_size=options.expert_tensor_parallel_size,
         sequence_parallel=options.sequence_parallel,
         params_dtype=options.dtype,
         pipeline_dtype=options.dtype,
@@ -86,12 +94,32 @@ def _megatron_config(bridge: AutoBridge, options: ModelOptions):
             bias_dropout_fusion=False,
             masked_softmax_fusion=False,
         )
+    if config.num_moe_experts:
+        settings.update(_mixture_settings(options))
     for name, value in settings.items():
         setattr(config, name, value)
     config.finalize()
     # Some of Bridge's providers switch it on by themselves where tensor parallelism is on.
     config.sequence_parallel = options.sequence_parallel
     return config
+
+
+def _mixture_settings(options: ModelOptions) -> dict:
+    """Every token goes to the experts that its router scores highest, in training and in the engine alike: none is
+    dropped, and no loss balances the experts, so padding, which is routed like any token, is counted nowhere."""
+    return dict(
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_expert_capacity_factor=None,
+        moe_router_dtype="fp32",
+        moe_token_dispatcher_type="alltoall",
+        # Of the engine's own dispatchers, which these layers do not use, the one that reserves no memory.
+        inference_moe_token_dispatcher_type="nccl",
+        moe_grouped_gemm=kernels().te,
+        moe_permute_fusion=kernels().te,
+        # A captured step has room for every token at every expert.
+        moe_pad_experts_for_cuda_graph_inference=options.cuda_graphs,
+    )
 
 
 def save_checkpoint(policy: Policy, folder: Path, processor) -> None:

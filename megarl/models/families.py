@@ -33,6 +33,12 @@ FAMILIES = {
             model="megarl.models.qwen3_vl.model:Qwen3VL",
             positions="megarl.models.qwen3_vl.positions:mrope_positions",
         ),
+        Family(
+            model_type="qwen3_vl_moe",
+            architecture="Qwen3VLMoeForConditionalGeneration",
+            model="megarl.models.qwen3_vl.model:Qwen3VL",
+            positions="megarl.models.qwen3_vl.positions:mrope_positions",
+        ),
     )
 }
 """By `model_type`."""

@@ -16,7 +16,8 @@ def hf_config(path: str | None, inline: dict | None) -> "PreTrainedConfig":
     """The Hugging Face configuration of a model, from a checkpoint folder or given inline (`model_type` and its keys).
 
     Raises:
-        UserError: no such folder, another family, an unknown key or a wrong type inside the configuration.
+        UserError: no such folder, another family, an unknown key or a wrong type inside the configuration, a mixture
+            of experts with layers that have none.
     """
     if path is not None and not Path(path, "config.json").is_file():
         raise UserError(f"model.path = {path!r}: should be a folder with a config.json")
@@ -37,6 +38,13 @@ def hf_config(path: str | None, inline: dict | None) -> "PreTrainedConfig":
     expected = FAMILIES[config.model_type].architecture
     if config.architectures != [expected]:
         raise UserError(f"{source} has architectures {config.architectures!r}: should be [{expected!r}]")
+    text = config.get_text_config()
+    for key, every_layer in (("mlp_only_layers", []), ("decoder_sparse_step", 1)):
+        value = getattr(text, key, every_layer)
+        if value != every_layer:
+            raise UserError(
+                f"{source} has text_config.{key} = {value}: should be {every_layer}, experts in every layer"
+            )
     for key in _unknown_keys(inline or {}, config):
         raise UserError(f"unknown key 'model.config.{key}': transformers reads no such key of {config.model_type}")
     return config

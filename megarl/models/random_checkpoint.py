@@ -17,6 +17,7 @@ from megarl.data.folder import whole_folder
 _RESIDUAL_OUTPUTS = (
     "self_attn.o_proj.weight",
     "mlp.down_proj.weight",
+    "mlp.experts.down_proj",
     "attn.proj.weight",
     "mlp.linear_fc2.weight",
 )

@@ -2,11 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megarl.media.item import EncodedPrompt, MediaItem
+from megarl.packing.balance import even_parts
+
+if TYPE_CHECKING:
+    from megarl.packing.cost import CostModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,31 +53,90 @@ class PackedRow:
 
 
 def pack(
-    sequences: Sequence[TokenSequence], tokens_per_row: int, merge_size: int, multiple: int = 1
+    sequences: Sequence[TokenSequence],
+    tokens_per_row: int,
+    merge_size: int,
+    multiple: int = 1,
+    cost: "CostModel | None" = None,
 ) -> list[PackedRow]:
-    """Fills rows in the given order, so that the rollouts of a group stay together and share their media.
+    """Fills rows: few of them, and of even cost.
+
+    Sequences next to each other that have the same media stay together as far as a row holds them, so that it is
+    encoded once for them.  First-fit decreasing decides how many rows there are.  Into as many the differencing method
+    then deals out the costs; where it would overfill a row, the first packing stays.
 
     Args:
         sequences: none longer than `tokens_per_row`.
         tokens_per_row: bound of a row's tokens, padding included; a multiple of `multiple`.
         merge_size: side of the square of patches that becomes one media token.
         multiple: rows are padded to a multiple of this.
+        cost: None counts tokens.
 
     Raises:
         ValueError: a sequence does not fit into a row.
     """
-    rows, members, used = [], [], 0
+    bundles = _bundles(sequences, tokens_per_row)
+    lengths = [sum(len(sequences[i]) for i in bundle) for bundle in bundles]
+    rows = _first_fit_decreasing(lengths, tokens_per_row)
+    costs = lengths if cost is None else [cost.row(sequences[i] for i in bundle) for bundle in bundles]
+    even = even_parts(costs, len(rows)) if rows else []
+    if all(sum(lengths[b] for b in row) <= tokens_per_row for row in even):
+        rows = [row for row in even if row]
+    return [_row(sequences, sorted(i for b in row for i in bundles[b]), merge_size, multiple) for row in rows]
+
+
+def by_member(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> list[Tensor]:
+    """What each row's completion tokens have, one tensor per packed sequence in their order before packing."""
+    parts = {
+        m: part
+        for row, value in zip(rows, values, strict=True)
+        for m, part in zip(row.members, row.split(value), strict=True)
+    }
+    return [parts[member] for member in range(len(parts))]
+
+
+def _bundles(sequences: Sequence[TokenSequence], tokens_per_row: int) -> list[list[int]]:
+    bundles, before, used = [], None, 0
     for index, sequence in enumerate(sequences):
         if len(sequence) > tokens_per_row:
             raise ValueError(f"a sequence of {len(sequence)} tokens does not fit into a row of {tokens_per_row}")
-        if used + len(sequence) > tokens_per_row:
-            rows.append(_row(sequences, members, merge_size, multiple))
-            members, used = [], 0
-        members.append(index)
+        media = tuple(item.digest for item in sequence.prompt.items)
         used += len(sequence)
-    if members:
-        rows.append(_row(sequences, members, merge_size, multiple))
+        if not media or media != before or used > tokens_per_row:
+            bundles.append([])
+            used = len(sequence)
+        bundles[-1].append(index)
+        before = media
+    return bundles
+
+
+def _first_fit_decreasing(lengths: Sequence[int], bound: int) -> list[list[int]]:
+    rows, room = [], []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        place = next((r for r, free in enumerate(room) if free >= lengths[index]), None)
+        if place is None:
+            place = len(rows)
+            rows.append([])
+            room.append(bound)
+        rows[place].append(index)
+        room[place] -= lengths[index]
     return rows
+
+
+def idle_row(tokens: int) -> PackedRow:
+    """`tokens` tokens that no sequence needs, one of them with a target, for a rank that has to take part in a pass
+    of others."""
+    return PackedRow(
+        ids=torch.zeros(tokens, dtype=torch.long),
+        positions=torch.arange(tokens).expand(3, tokens),
+        feature_rows=torch.full((tokens,), -1),
+        items=(),
+        bounds=(0, tokens),
+        predictors=torch.zeros(1, dtype=torch.long),
+        targets=torch.zeros(1, dtype=torch.long),
+        members=(),
+        lengths=(),
+    )
 
 
 def _row(sequences: Sequence[TokenSequence], members: list[int], merge_size: int, multiple: int) -> PackedRow:

@@ -6,13 +6,14 @@ in torchrun's store, where a thread of every other rank sees it within a second,
 in a collective for a peer that is gone.
 """
 
+import gc
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -59,8 +60,20 @@ def command(body: Callable[[list[str]], None], arguments: list[str]) -> int:
     finally:
         watch.close()
     if dist.is_initialized():
+        _drop_cuda_graphs()
         dist.destroy_process_group()
     return 0
+
+
+def _drop_cuda_graphs() -> None:
+    """NCCL does not let go of a communicator while a graph holds its collectives, as under tensor parallelism."""
+    if not kernels().gpu or "megatron.core.transformer.cuda_graphs" not in sys.modules:
+        return
+    from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+    delete_cuda_graphs()
+    gc.collect()
+    torch.cuda.synchronize()
 
 
 class _FailureWatch:
@@ -109,10 +122,13 @@ class _FailureWatch:
         self._closed.set()
 
 
-def start(tensor_model_parallel_size: int, seed: int, cuda_graphs: bool) -> None:
+def start(sizes: Mapping[str, int], seed: int, cuda_graphs: bool) -> None:
     """Joins the process group and builds Megatron's groups and random states.
 
     Without torchrun's environment the job is this one process.
+
+    Args:
+        sizes: of the parallel groups, by Megatron's names (`tensor_model_parallel_size`, ...).
     """
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
@@ -130,7 +146,7 @@ def start(tensor_model_parallel_size: int, seed: int, cuda_graphs: bool) -> None
 
     from megatron.core import parallel_state, tensor_parallel  # isort: skip
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_model_parallel_size)
+    parallel_state.initialize_model_parallel(**sizes)
     torch.manual_seed(seed)
     tensor_parallel.random.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=cuda_graphs)
 

@@ -19,7 +19,7 @@ class MediaContext(DynamicInferenceContext):
     TOKEN_ROUNDER = DynamicInferenceContext.TOKEN_ROUNDER if kernels().gpu else 4
 
     prompts: PromptTable | None = None
-    """None while CUDA graphs are captured."""
+    """None while CUDA graphs are captured, and in a step for the sake of other ranks."""
     _angles_of: Tensor | None = None
 
     def step_tokens(self) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor
 
 from megarl.media.item import EncodedPrompt
+from megarl.parallel import experts
 from megarl.rollout.context import MediaContext, MediaWrapper
 from megarl.rollout.features import FeatureCache
 from megarl.rollout.prompts import build_prompt_table, prefix_hashes
@@ -141,7 +142,7 @@ class RolloutEngine:
         keys: list[int] | None = None,
     ) -> list[list[Rollout]]:
         """Samples `group_size` completions of each prompt: `start`, `advance` to the end, `collect`."""
-        if not prompts:
+        if not prompts and experts.group().size() == 1:
             return []
         self.start(prompts, options, group_size, keys)
         self.advance()
@@ -157,7 +158,8 @@ class RolloutEngine:
         """Takes requests; nothing is computed yet.
 
         Args:
-            prompts: at least one, in any order; equal pictures are encoded once.
+            prompts: in any order; equal pictures are encoded once.  Ranks that share experts start together, also
+                those that have none.
             keys: one number per prompt that decides its draws together with the rollout's place in its
                 group; equal keys give equal rollouts.  Default: the prompt's place in the list.
 
@@ -177,21 +179,28 @@ class RolloutEngine:
     def advance(self, max_steps: int | None = None) -> bool:
         """Steps to the end, or at most `max_steps` times, and suspends: the model is ready for training then.
 
-        Between two calls the weights may change, if `weights_changed` is told.
+        Between two calls the weights may change, if `weights_changed` is told.  Collective over the ranks that share
+        experts: they step together until the last of them is done.
 
         Returns:
-            Whether all is sampled.
+            Whether all is sampled, on all of these ranks.
         """
         try:
             with self._evaluating(), self._awake():
                 steps = 0
-                while self._engine.has_unfinished_requests() and steps != max_steps:
-                    self._engine.step_modern()
+                while (unfinished := self._anyone_unfinished()) and steps != max_steps:
+                    if self._engine.has_unfinished_requests():
+                        self._engine.step_modern()
+                    else:
+                        self._engine.idle_step()
                     steps += 1
-                return not self._engine.has_unfinished_requests()
+                return not unfinished
         except BaseException:
             self.abandon()
             raise
+
+    def _anyone_unfinished(self) -> bool:
+        return bool(experts.most(int(self._engine.has_unfinished_requests())))
 
     def collect(self) -> list[list[Rollout]]:
         """One list of `group_size` rollouts per prompt, of the generation that `advance` brought to its end.
@@ -217,7 +226,8 @@ class RolloutEngine:
     def _begin(self, prompts, options: SamplingOptions, group_size: int, keys: list[int]) -> None:
         self.asked += group_size * sum(len(prompt.items) for prompt in prompts)
         prompt_of_request = torch.arange(len(prompts)).repeat_interleave(group_size)
-        self._context.prompts = build_prompt_table(prompts, prompt_of_request, self._model.merge_size)
+        if prompts:
+            self._context.prompts = build_prompt_table(prompts, prompt_of_request, self._model.merge_size)
         self._sampler.options = options
         self._sampler.keys = group_keys(np.array(keys, dtype=np.uint64), group_size)
         self._engine.controller.begin(options.stop_ids)

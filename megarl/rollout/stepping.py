@@ -110,6 +110,18 @@ class SteppingEngine(DynamicInferenceEngine):
             self._requeue(evict_request_ids.tolist())
         return [], []
 
+    def idle_step(self) -> None:
+        """One forward pass over a token that nobody asked for: this rank has no requests, but ranks that it shares
+        experts with do, and wait for its part in each of their steps."""
+        assert not self.has_unfinished_requests()
+        prompts, self.context.prompts = self.context.prompts, None
+        try:
+            self.controller.dummy_forward()
+        finally:
+            self.context.prompts = prompts
+        self.context.step_count += 1
+        self.context.prefix_cache_lru_clock += 1
+
     def restart_requests(self) -> None:
         """The KV cache of live requests is worth nothing any more: when the engine, which is suspended, wakes up,
         each begins again with what it sampled as part of its prompt."""

@@ -14,6 +14,7 @@ from megarl.training.trainer import Trainer
 
 _LATEST, _PROGRESS = "latest", "progress.json"
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+"""Given as a copy: Megatron writes process groups into it."""
 
 
 def latest(folder: Path) -> Path | None:
@@ -56,7 +57,9 @@ def read_progress(checkpoint: Path) -> dict:
 
 
 def load(checkpoint: Path, trainer: Trainer) -> None:
-    """Fills weights, optimizer and schedule in place.  Collective."""
+    """Fills weights, optimizer and schedule in place, also where fewer or more ranks saved them.  Experts that ranks
+    share have an optimizer of their own in Megatron, so a state saved with them is none for whole experts, and the
+    other way round.  Collective."""
     state = dist_checkpointing.load(_state(trainer, is_loading=True), str(checkpoint))
     trainer.model.load_state_dict(state["model"])
     trainer.optimizer.load_state_dict(state["optimizer"])
@@ -106,13 +109,13 @@ def _signals_held_back():
 
 
 def _model_state(trainer: Trainer) -> dict:
-    return trainer.model.sharded_state_dict(metadata=_METADATA)
+    return trainer.model.sharded_state_dict(metadata=dict(_METADATA))
 
 
 def _state(trainer: Trainer, is_loading: bool) -> dict:
     model = _model_state(trainer)
     return {
         "model": model,
-        "optimizer": trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_METADATA),
+        "optimizer": trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(_METADATA)),
         "scheduler": trainer.scheduler.state_dict(),
     }

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from megarl.algorithms.advantages import spread
 from megarl.algorithms.objective import METRICS, ObjectiveInputs, ObjectiveOptions, cross_entropy, objective
-from megarl.packing.rows import PackedRow, TokenSequence, pack
+from megarl.packing.cost import CostModel
+from megarl.packing.rows import PackedRow, TokenSequence, by_member, pack
 from megarl.training.reduce import over_data_parallel
 from megarl.training.reference import ReferencePolicy
 from megarl.training.trainer import Trainer, row_multiple
@@ -44,19 +45,26 @@ class StepOptions:
 class PolicyStep:
     """Scores and trains on this rank's samples."""
 
-    def __init__(self, trainer: Trainer, reference: ReferencePolicy | None, options: StepOptions, merge_size: int):
+    def __init__(
+        self,
+        trainer: Trainer,
+        reference: ReferencePolicy | None,
+        options: StepOptions,
+        merge_size: int,
+        cost: CostModel | None = None,
+    ):
         self._trainer, self._reference, self._options = trainer, reference, options
-        self._merge_size = merge_size
+        self._merge_size, self._cost = merge_size, cost
 
     def score(self, samples: list[Sample]) -> Scored:
         """Log-probabilities under the weights that sampled, and under the reference policy where its weight
         is not 0."""
         rows = self._pack(samples)
-        trainer = self._by_sample(rows, self._trainer.score(rows))
+        trainer = by_member(rows, self._trainer.score(rows))
         if self._reference is None:
             return Scored(trainer, None)
         with self._reference.swapped_in():
-            return Scored(trainer, self._by_sample(rows, self._trainer.score(rows)))
+            return Scored(trainer, by_member(rows, self._trainer.score(rows)))
 
     def update(self, samples: list[Sample], scored: Scored) -> dict[str, float]:
         """All epochs and minibatches; samples of a group stay in one minibatch.
@@ -112,16 +120,18 @@ class PolicyStep:
 
     def _pack(self, samples: list[Sample]) -> list[PackedRow]:
         sequences = [sample.sequence for sample in samples]
-        return pack(sequences, self._options.tokens_per_row, self._merge_size, row_multiple())
-
-    @staticmethod
-    def _by_sample(rows: list[PackedRow], values: list[Tensor]) -> list[Tensor]:
-        return [part for row, value in zip(rows, values, strict=True) for part in row.split(value)]
+        return pack(sequences, self._options.tokens_per_row, self._merge_size, row_multiple(), self._cost)
 
 
-def supervised_update(trainer: Trainer, sequences: list[TokenSequence], tokens_per_row: int, merge_size: int) -> float:
+def supervised_update(
+    trainer: Trainer,
+    sequences: list[TokenSequence],
+    tokens_per_row: int,
+    merge_size: int,
+    cost: CostModel | None = None,
+) -> float:
     """One update towards the given completions; returns the mean loss per token over all ranks, in nats."""
-    rows = pack(sequences, tokens_per_row, merge_size, row_multiple())
+    rows = pack(sequences, tokens_per_row, merge_size, row_multiple(), cost)
 
     def loss(row: PackedRow, log_probs: Tensor, entropy: Tensor):
         total = cross_entropy(log_probs)

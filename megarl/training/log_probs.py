@@ -15,6 +15,8 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megarl.parallel import context as cp
+
 
 @dataclass(frozen=True, eq=False)
 class LogProbRequest:
@@ -33,24 +35,34 @@ class LogProbRequest:
 def token_log_probs(
     *, hidden_states: Tensor, output_layer, output_weight, config, context: LogProbRequest, **_
 ) -> Tensor:
-    """Megatron's output-processor hook: hidden states `[tokens, 1, hidden]` (sharded over tensor-parallel
-    ranks under sequence parallelism) to float32 `[2, n]`: log-probabilities of the targets, and entropies
-    of the distributions they were drawn from, in nats.
+    """Megatron's output-processor hook: hidden states `[tokens, 1, hidden]` (sharded over context-parallel
+    ranks, and over tensor-parallel ranks under sequence parallelism) to float32 `[2, n]`, the same on all of them:
+    log-probabilities of the targets, and entropies of the distributions they were drawn from, in nats.
     """
     weight = output_layer.weight if output_weight is None else output_weight
     group = output_layer.tp_group
     if config.sequence_parallel:
         hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
-    hidden = hidden_states[context.predictors, 0]
+    mine, counts = predictors_here(context.predictors, hidden_states.shape[0])
+    hidden = hidden_states[context.predictors[mine] - cp.bounds(hidden_states.shape[0] * len(counts))[0], 0]
     if group.size() > 1 and not config.sequence_parallel:
         # Each rank's vocabulary gives a part of the gradient; the gather above sums it otherwise.
         hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
     first = weight.shape[0] * group.rank()
     parts = [
         checkpoint(_chunk, h, weight, t, first, context.temperature, group, use_reentrant=False)
-        for h, t in zip(hidden.split(context.chunk), context.targets.split(context.chunk), strict=True)
+        for h, t in zip(hidden.split(context.chunk), context.targets[mine].split(context.chunk), strict=True)
     ]
-    return torch.cat(parts, 1)
+    return cp.gather_uneven(torch.cat(parts, 1), counts)
+
+
+def predictors_here(predictors: Tensor, tokens: int) -> tuple[slice, list[int]]:
+    """Which of a row's predictors, which ascend, lie in this context-parallel rank's part of `tokens` tokens, and how
+    many lie in each rank's."""
+    ends = torch.arange(cp.group().size() + 1, device=predictors.device) * tokens
+    cuts = torch.searchsorted(predictors, ends).tolist()
+    rank = cp.group().rank()
+    return slice(cuts[rank], cuts[rank + 1]), [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
 
 
 def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, first: int, temperature: float, group) -> Tensor:

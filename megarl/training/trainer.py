@@ -16,8 +16,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megarl.packing.rows import PackedRow
-from megarl.training.log_probs import LogProbRequest, token_log_probs
+from megarl.packing.rows import PackedRow, idle_row
+from megarl.parallel import context as cp
+from megarl.parallel import experts
+from megarl.training.log_probs import LogProbRequest, predictors_here, token_log_probs
 
 
 @dataclass(frozen=True)
@@ -143,27 +145,51 @@ class Trainer:
         torch.distributed.all_reduce(finite, torch.distributed.ReduceOp.MIN)
         return bool(finite)
 
+    def gradients(self, rows: Sequence[PackedRow], loss) -> dict[str, Tensor]:
+        """Of the loss per token, by parameter, without an update: float32, summed over all ranks, of this rank's
+        shard under tensor parallelism.  For verification.  Collective; arguments as for `update`."""
+        self._ddp.train()
+        self._ddp.zero_grad_buffer()
+        self._run(rows, lambda row, output: loss(row, *output), forward_only=False)
+        for buffer in [*self._ddp.buffers, *self._ddp.expert_parallel_buffers]:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                # The distributed optimizer needs the sum in one rank's shard only: the others' shards follow.
+                mine = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+        return {name: p.main_grad.clone() for name, p in self.model.named_parameters() if p.requires_grad}
+
     def _run(self, rows: Sequence[PackedRow], result, forward_only: bool) -> list:
+        """What `result` makes of each row.  Ranks that share experts run equally many microbatches: who has fewer
+        rows adds idle ones, which weigh nothing."""
+        idle = [idle_row(row_multiple())] * (experts.most(len(rows)) - len(rows))
+
         def forward_step(iterator, model):
             row = next(iterator)
             return self._forward(row), lambda output, non_loss_data=False: finish(row, output, non_loss_data)
 
         def finish(row, output, non_loss_data):
+            if not row.members:
+                nothing = torch.tensor(0, dtype=torch.int, device=self._device)
+                return output if non_loss_data else (0 * output.sum(), nothing, nothing)
             if non_loss_data:
                 return result(row, output)
             loss, sums = result(row, output)
-            return loss, torch.tensor(row.targets.numel(), dtype=torch.int, device=self._device), sums
+            # Megatron adds up the tokens of all ranks: each context-parallel rank counts its own.
+            _, counts = predictors_here(row.predictors, row.ids.numel() // cp.group().size())
+            return loss, torch.tensor(counts[cp.group().rank()], dtype=torch.int, device=self._device), sums
 
-        return self._forward_backward(
+        results = self._forward_backward(
             forward_step_func=forward_step,
-            data_iterator=iter(rows),
+            data_iterator=iter([*rows, *idle]),
             model=self._ddp,
-            num_microbatches=len(rows),
+            num_microbatches=len(rows) + len(idle),
             seq_length=0,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        return results[: len(rows)]
 
     def _forward(self, row: PackedRow) -> Tensor:
         """float32 `[2, completion tokens]`: log-probabilities and entropies."""
@@ -194,5 +220,6 @@ class Trainer:
 
 
 def row_multiple() -> int:
-    """What a packed row's tokens must be a multiple of: the tensor-parallel size (sequence parallelism)."""
-    return parallel_state.get_tensor_model_parallel_world_size()
+    """What a packed row's tokens must be a multiple of: context-parallel size, and under sequence parallelism
+    tensor-parallel size times it."""
+    return parallel_state.get_tensor_model_parallel_world_size() * parallel_state.get_context_parallel_world_size()

@@ -14,7 +14,7 @@ NEW_TOKENS = 24
 def checkpoint(tmp_path_factory):
     from megarl.platform import launch
 
-    launch.start(1, 7, cuda_graphs=True)
+    launch.start({}, 7, cuda_graphs=True)
     return write_checkpoint(tmp_path_factory.mktemp("tiny"), tied=False)
 
 

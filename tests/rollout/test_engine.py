@@ -402,7 +402,19 @@ def test_few_features_at_a_time(checkpoint, prompts, mode, patches_per_pass):
 
 # Interruptions
 
+INTERRUPTED = [
+    pytest.param(
+        layout,
+        MODES[name],
+        id=f"{layout}-{name}",
+        marks=[] if layout is TP1 or (layout is TP2_SP and name == "both") else pytest.mark.slow,
+    )
+    for layout in LAYOUTS
+    for name in MODES
+]
 
+
+@pytest.mark.parametrize("layout, mode", INTERRUPTED)
 def test_suspended_in_mid_generation(ranks, checkpoint, prompts, layout, mode):
     """Between any two steps the engine sleeps and the trainer runs forward and backward on the same module: every
     rollout is what it is undisturbed."""
@@ -431,6 +443,7 @@ def _interrupted(checkpoint, prompts, layout, mode):
     return max(largest(a.log_probs - b.log_probs) for a, b in pairs), tokens_equal, rounds
 
 
+@pytest.mark.parametrize("layout, mode", INTERRUPTED)
 def test_weights_change_in_mid_generation(ranks, checkpoint, prompts, layout, mode):
     """What was sampled before the update has the old weights' log-probabilities, what came after it the new ones',
     of the whole sequence so far: nothing that older weights computed is served."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.distributed import LAYOUTS, TP1, TP2_SP, lazy
+from tests.distributed import LAYOUTS, TP1, TP2_SP, Layout, lazy
 
 policies = lazy("tests.policies")
 
@@ -139,3 +139,17 @@ def test_no_cross_talk(checkpoint, prompts, what):
     after = policies.score(trainer, sequences, tokens_per_row=4096)
     for index, (a, b) in enumerate(zip(before, after, strict=True)):
         assert (float((a - b).abs().max()) > 1e-3) if index == place else torch.equal(a, b)
+
+
+CONTEXT = [
+    Layout(2, 1, context_parallel=2),
+    Layout(4, 1, context_parallel=4),
+    Layout(4, 2, context_parallel=2),
+    Layout(4, 2, sequence_parallel=True, context_parallel=2),
+]
+
+
+@pytest.mark.parametrize("layout", CONTEXT, ids=str)
+def test_context_parallel(ranks, checkpoint, sequences, expected, layout):
+    for found in ranks.run(_gradients, checkpoint, sequences, sequence_parallel=layout.sequence_parallel, **layout.job):
+        assert worst(found, expected)[0] < TOLERANCE, worst(found, expected)

@@ -30,6 +30,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megarl.parallel import context
+from megarl.parallel.ulysses import ulysses
 from megarl.platform.kernels import kernels
 
 
@@ -54,15 +56,22 @@ def language_block_spec(config) -> TransformerBlockSubmodules:
     if kernels().te:
         from megatron.core.extensions.transformer_engine import TENorm as Norm
 
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
+        )
+        attention = layer.submodules.self_attention.submodules
     else:
         from megarl.platform.layers import CoreAttention, Norm
 
-        layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        layer = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        )
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = CoreAttention
         attention.q_layernorm = attention.k_layernorm = Norm
+    if config.context_parallel_size > 1:
+        attention.core_attention = ulysses(attention.core_attention)
     layer.module = PolicyLayer
     layer.submodules.self_attention.module = DualSelfAttention
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=Norm)
@@ -123,13 +132,15 @@ class Qwen3VL(Qwen3VLModel):
         )
         return torch.stack([features, *deepstack])
 
-    def merge(self, ids: Tensor, feature_rows: Tensor, features: Tensor | None) -> MergedInput:
-        """Puts media features into the whole row, then cuts the row for sequence parallelism.
+    def merge(self, ids: Tensor, feature_rows: Tensor, features: Tensor | None, shard: bool = False) -> MergedInput:
+        """Puts media features into the whole row, then cuts the row for context and sequence parallelism.
 
         Args:
             ids: int64 `[tokens]`.
             feature_rows: int64 `[tokens]`: the feature of each media token, -1 for text.
             features: what `encode` returned, or None where the row has no media.
+            shard: cut the row over the context-parallel ranks, which hold the same row when training and rows of
+                their own in the engine.
         """
         embeddings = self.language_model.embedding(input_ids=ids[None], position_ids=None)
         mask = deepstack = None
@@ -138,6 +149,12 @@ class Qwen3VL(Qwen3VLModel):
             chosen = features[:, feature_rows[places]].to(embeddings.dtype)
             embeddings = embeddings.index_put((places,), chosen[0][:, None])
             mask, deepstack = (feature_rows >= 0)[None], list(chosen[1:])
+        if shard:
+            embeddings = context.shard(embeddings, 0)
+            if features is not None:
+                first, last = context.bounds(ids.numel())
+                here = (places >= first) & (places < last)
+                mask, deepstack = context.shard(mask, 1), [d[here] for d in deepstack]
         if self.config.sequence_parallel:
             tp = self.pg_collection.tp
             embeddings = scatter_to_sequence_parallel_region(embeddings, group=tp)
@@ -164,7 +181,8 @@ class Qwen3VL(Qwen3VLModel):
         """One packed row through the whole model, for training and scoring.
 
         Args:
-            ids: int64 `[tokens]`; a multiple of the tensor-parallel size under sequence parallelism.
+            ids: int64 `[tokens]`, the same on all context-parallel ranks; a multiple of context-parallel size times,
+                under sequence parallelism, tensor-parallel size.
             positions: int64 `[3, tokens]`, rotary positions (time, height, width).
             packed_seq_params: bounds of the row's segments (`thd`).
             feature_rows: int64 `[tokens]`, see `merge`.
@@ -172,13 +190,13 @@ class Qwen3VL(Qwen3VLModel):
             output_processor, output_processor_context: Megatron's hook in place of the logits.
 
         Returns:
-            What the hook returns; without one, logits `[1, tokens, vocabulary / tp]`.
+            What the hook returns; without one, logits `[1, tokens / cp, vocabulary / tp]`.
         """
         features = None if pixels is None else self.encode(pixels, grids)
-        merged = self.merge(ids, feature_rows, features)
+        merged = self.merge(ids, feature_rows, features, shard=True)
         return self.language_model(
-            input_ids=ids[None],
-            position_ids=positions[:, None],
+            input_ids=context.shard(ids, 0)[None],
+            position_ids=context.shard(positions, 1)[:, None],
             attention_mask=None,
             decoder_input=merged.embeddings,
             packed_seq_params=packed_seq_params,

@@ -1,0 +1,1 @@
+import megarl.platform.prepare  # noqa: F401  (before any module of this package imports Megatron)

@@ -1,0 +1,25 @@
+"""Expert parallelism: ranks that share the experts of a layer meet in every forward and backward pass.
+
+Each of them has rows and requests of its own, and not equally many.  A rank that is done must go on taking part until
+all are done, or the others wait for it for ever.
+"""
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megarl.platform.kernels import kernels
+
+
+def group() -> dist.ProcessGroup:
+    """The expert-parallel group of this rank; of one rank where there is no expert parallelism."""
+    return parallel_state.get_expert_model_parallel_group()
+
+
+def most(value: int) -> int:
+    """The largest of the group's values.  Collective."""
+    if group().size() == 1:
+        return value
+    largest = torch.tensor(value, device="cuda" if kernels().gpu else "cpu")
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group())
+    return int(largest)

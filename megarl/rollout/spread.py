@@ -1,0 +1,51 @@
+"""Rollouts under context parallelism: ranks that train on the same rows are engines of their own.
+
+They hold the same weights, so nothing is copied: each samples a part of the prompts that they share, and all of them
+get all the rollouts.
+"""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from megarl.media.item import EncodedPrompt
+from megarl.parallel import context
+from megarl.rollout.engine import Rollout, RolloutEngine
+from megarl.rollout.sampling import SamplingOptions
+
+
+def generate_spread(
+    engine: RolloutEngine,
+    prompts: Sequence[EncodedPrompt],
+    options: SamplingOptions,
+    group_size: int,
+    keys: Sequence[int],
+) -> list[list[Rollout]]:
+    """`RolloutEngine.generate` for prompts that all context-parallel ranks were given; collective over them."""
+    group = context.group()
+    if group.size() == 1:
+        return engine.generate(list(prompts), options, group_size, list(keys))
+    owners = spread([prompt.ids.numel() for prompt in prompts], group.size())
+    mine = [place for place, owner in enumerate(owners) if owner == group.rank()]
+    groups = engine.generate([prompts[i] for i in mine], options, group_size, [keys[i] for i in mine])
+    sampled = [[(r.ids, r.log_probs, r.finished) for r in rollouts] for rollouts in groups]
+    everyone = [None] * group.size()
+    dist.all_gather_object(everyone, sampled, group=group)
+    following = [iter(part) for part in everyone]
+    return [
+        [Rollout(prompt, *fields) for fields in next(following[owner])]
+        for prompt, owner in zip(prompts, owners, strict=True)
+    ]
+
+
+def spread(lengths: Sequence[int], ranks: int) -> list[int]:
+    """The rank of each prompt: as many for each as possible, and long ones shared out evenly.
+
+    Completions are as long as each other as far as anyone knows before they are sampled, so the numbers of prompts
+    come first; the prompts' own tokens are balanced by dealing them out in the order of their lengths, there and back.
+    """
+    owners = [0] * len(lengths)
+    for turn, place in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
+        lap, step = divmod(turn, ranks)
+        owners[place] = step if lap % 2 == 0 else ranks - 1 - step
+    return owners
