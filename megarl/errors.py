@@ -5,7 +5,12 @@ import errno
 _TROUBLE = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO, errno.ENOMEM}
 
 
-def of_this_machine(error: BaseException) -> bool:
+def one_line(message: object) -> str:
+    """A library's message, which may have several, as part of one of ours."""
+    return " ".join(str(message).split())
+
+
+def of_this_machine(error: object) -> bool:
     """Whether memory, files or disk ran out: that says nothing about the data that was read."""
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _TROUBLE)
 
@@ -22,7 +27,7 @@ class MediaError(ValueError):
 
     def __init__(self, name: str, reason: str):
         self.name = name
-        self.reason = " ".join(reason.split())
+        self.reason = one_line(reason)
         super().__init__(name, self.reason)
 
     def __str__(self) -> str:

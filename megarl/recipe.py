@@ -28,7 +28,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from megarl.errors import UserError
+from megarl.errors import UserError, one_line
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -700,5 +700,5 @@ def _escape(value: Any) -> Any:
 
 
 def _one_line(message: object, limit: int = 200) -> str:
-    text = " ".join(str(message).split())
+    text = one_line(message)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

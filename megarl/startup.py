@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megarl.data.generators.registry import generate
-from megarl.errors import UserError
+from megarl.errors import UserError, one_line
 from megarl.models.hf_config import hf_config
 from megarl.models.random_checkpoint import write_random_checkpoint
 from megarl.models.tiny_processor import build_tiny_processor
@@ -97,7 +97,7 @@ def load_processor(folder: Path) -> Any:
     try:
         return AutoProcessor.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise UserError(f"model.processor: cannot load '{folder}': {' '.join(str(error).split())}") from None
+        raise UserError(f"model.processor: cannot load '{folder}': {one_line(error)}") from None
 
 
 def processor_identity(folder: Path) -> str:

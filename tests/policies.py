@@ -64,7 +64,7 @@ def rows(sequences: list[TokenSequence], tokens_per_row: int = tiny.LONGEST) -> 
 def score(built: Trainer, sequences: list[TokenSequence], **options) -> list[torch.Tensor]:
     """Log-probabilities of each sequence's completion."""
     packed = rows(sequences, **options)
-    return by_member(packed, built.score(packed))
+    return list(by_member(packed, built.score(packed)).values())
 
 
 def one_update(built: Trainer, sequences: list[TokenSequence]) -> None:

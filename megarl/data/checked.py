@@ -13,7 +13,7 @@ from megarl.data.parse import ParsedRow, RowParser
 from megarl.data.prompt import Prompt
 from megarl.data.rejection import BadRow, Rejection
 from megarl.data.rows import Rows
-from megarl.errors import MediaError, PromptError
+from megarl.errors import MediaError, PromptError, one_line
 
 Check = Callable[[Sequence[Prompt]], Sequence[bytes | MediaError | PromptError]]
 """One result a prompt: 32 bytes that identify what it became (ids and pixels), or why it cannot be used."""
@@ -135,6 +135,6 @@ def _parse(
 
 def _rejection(number: int, row: ParsedRow, error: MediaError | PromptError) -> Rejection:
     if isinstance(error, PromptError):
-        return Rejection(number, row.column, " ".join(error.reason.split()))
+        return Rejection(number, row.column, one_line(error.reason))
     items = {source.name: item for source, item in reversed(list(zip(row.prompt.media, row.items, strict=True)))}
     return Rejection(number, items.get(error.name, row.column), str(error))

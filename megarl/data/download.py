@@ -1,7 +1,6 @@
 """Media files from the network, each once, into a folder."""
 
 import contextlib
-import errno
 import hashlib
 import os
 import socket
@@ -15,17 +14,14 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
-_OF_THIS_MACHINE = {
-    getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EMFILE", "ENFILE", "ESTALE", "EIO", "ENOMEM")
-}
-"""Errors for which no URL is to blame."""
+from megarl.errors import of_this_machine, one_line
 
 
 class DownloadError(Exception):
     """Why a URL gave no file, in one line without the URL."""
 
     def __init__(self, reason: object):
-        super().__init__(" ".join(str(reason).split())[:200])
+        super().__init__(one_line(reason)[:200])
 
 
 class Downloads:
@@ -86,7 +82,7 @@ class Downloads:
             if isinstance(error, urllib.error.HTTPError):
                 error.close()
             cause = error.reason if type(error) is urllib.error.URLError else error
-            if isinstance(cause, OSError) and cause.errno in _OF_THIS_MACHINE:
+            if of_this_machine(cause):
                 raise cause from None
             if not watch.expired:
                 raise _explained(error) from error

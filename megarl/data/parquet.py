@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.data.files import files_name
 from megarl.data.rejection import BadRow
-from megarl.errors import UserError
+from megarl.errors import UserError, one_line
 
 _SHOWN = 300
 """Characters of a list of columns, or of a reason, in a message."""
@@ -176,4 +176,4 @@ def _label(number: int, names: Sequence[str]) -> str | None:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:_SHOWN]
+    return one_line(error)[:_SHOWN]

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.errors import UserError, one_line
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class BadRow(Exception):
 
     def __init__(self, item: str, reason: str):
         self.item = item
-        self.reason = " ".join(reason.split())
+        self.reason = one_line(reason)
         super().__init__(item, self.reason)
 
 

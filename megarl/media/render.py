@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from megarl.data.prompt import Kind, Prompt
-from megarl.errors import PromptError
+from megarl.errors import PromptError, one_line
 
 
 class How(Enum):
@@ -38,7 +38,7 @@ def render(prompt: Prompt, processor: Any, media: Mapping[Kind, str]) -> list[tu
     try:
         text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # a template is a program, which fails in its own ways on messages it is not for
-        reason = " ".join(f"{error}".split()) or type(error).__name__
+        reason = one_line(error) or type(error).__name__
         raise PromptError(prompt.row, f"refused by the chat template: {reason}") from error
     kind_of = {token: kind for kind, token in media.items()}
     cuts = "|".join(map(re.escape, [*kind_of, *literals]))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.errors import UserError
+from megarl.errors import UserError, one_line
 from megarl.models.families import FAMILIES, Family
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def hf_config(path: str | None, inline: dict | None) -> "PreTrainedConfig":
             values = copy.deepcopy(inline)  # transformers rewrites the dictionaries that it is given
             config = AutoConfig.for_model(values.pop("model_type"), **values)
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
-        raise UserError(f"{source}: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(f"{source}: {one_line(error)[:200]}") from None
     if config.model_type not in FAMILIES:
         raise UserError(f"{source} has model_type {config.model_type!r}: should be one of {', '.join(FAMILIES)}")
     expected = FAMILIES[config.model_type].architecture

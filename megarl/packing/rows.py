@@ -85,14 +85,14 @@ def pack(
     return [_row(sequences, sorted(i for b in row for i in bundles[b]), merge_size, multiple) for row in rows]
 
 
-def by_member(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> list[Tensor]:
-    """What each row's completion tokens have, one tensor per packed sequence in their order before packing."""
+def by_member(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> dict[int, Tensor]:
+    """What each row's completion tokens have, one tensor per packed sequence, in their order before packing."""
     parts = {
         m: part
         for row, value in zip(rows, values, strict=True)
         for m, part in zip(row.members, row.split(value), strict=True)
     }
-    return [parts[member] for member in range(len(parts))]
+    return dict(sorted(parts.items()))
 
 
 def _bundles(sequences: Sequence[TokenSequence], tokens_per_row: int) -> list[list[int]]:

@@ -60,11 +60,14 @@ class PolicyStep:
         """Log-probabilities under the weights that sampled, and under the reference policy where its weight
         is not 0."""
         rows = self._pack(samples)
-        trainer = by_member(rows, self._trainer.score(rows))
+        trainer = self._scored(rows)
         if self._reference is None:
             return Scored(trainer, None)
         with self._reference.swapped_in():
-            return Scored(trainer, by_member(rows, self._trainer.score(rows)))
+            return Scored(trainer, self._scored(rows))
+
+    def _scored(self, rows: list[PackedRow]) -> list[Tensor]:
+        return list(by_member(rows, self._trainer.score(rows)).values())
 
     def update(self, samples: list[Sample], scored: Scored) -> dict[str, float]:
         """All epochs and minibatches; samples of a group stay in one minibatch.

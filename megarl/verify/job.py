@@ -18,7 +18,7 @@ from megarl.media.item import EncodedPrompt
 from megarl.models.build import Policy, load_policy
 from megarl.models.hf_config import family_of
 from megarl.options import engine_options, media_options, model_options, rl_optimizer, step_options
-from megarl.packing.rows import PackedRow, TokenSequence, pack
+from megarl.packing.rows import PackedRow, TokenSequence, by_member, pack
 from megarl.recipe import Recipe
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.sampling import SamplingOptions
@@ -53,12 +53,7 @@ class Training:
 
     def score(self, rows: Sequence[PackedRow]) -> dict[int, Tensor]:
         """The trainer's log-probabilities by case, float32 `[n]` each."""
-        scored = self.trainer.score(rows)
-        return {
-            place: part
-            for row, values in zip(rows, scored, strict=True)
-            for place, part in zip(row.members, row.split(values), strict=True)
-        }
+        return by_member(rows, self.trainer.score(rows))
 
     def gradients(self, cases: Sequence[Case], rows: Sequence[PackedRow]) -> tuple[dict[str, Tensor], float]:
         """Of the loss per token over all ranks' rows, by Hugging Face name, on rank 0 and nothing elsewhere; and that
