@@ -10,11 +10,13 @@ of two ways:
   what each of them returned.
 """
 
+import faulthandler
 import gc
 import importlib
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import sys
 import time
@@ -102,7 +104,7 @@ class Ranks:
         context_parallel: int = 1,
         expert_parallel: int = 1,
         expert_tensor_parallel: int = 1,
-        timeout: float = 120,
+        timeout: float = 300,
         **kwargs,
     ) -> list[Any]:
         """What `function(*args, **kwargs)` returns on each rank.
@@ -135,7 +137,7 @@ class Ranks:
         context_parallel: int = 1,
         expert_parallel: int = 1,
         expert_tensor_parallel: int = 1,
-        timeout: float = 120,
+        timeout: float = 300,
     ) -> list[Any]:
         """`run` for a function that is called something else than where it is found, as hypothesis' are."""
         pool = self._pools.get(world_size)
@@ -218,6 +220,9 @@ class _Pool:
         if failures:
             raise RankFailed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
         if pending:
+            for rank in pending.values():
+                os.kill(self._processes[rank].pid, signal.SIGUSR1)  # its stacks, see _serve
+            time.sleep(1)
             raise RankFailed(f"rank(s) {sorted(pending.values())} did not answer within {timeout:g} s")
         return [answers[rank] for rank in sorted(answers)]
 
@@ -234,6 +239,7 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int) -> Non
     """The life of a rank process."""
     global _on_rank
     _on_rank = True
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

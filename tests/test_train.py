@@ -205,7 +205,7 @@ def test_stop_and_resume(finished, recipe, tmp_path, after):
     process = commands.start(*command)
     if after:
         commands.wait_for(lambda: len(metrics(folder)) > after, process, 120)
-        os.killpg(process.pid, signal.SIGTERM)  # Megatron's helper, which writes checkpoints, gets it too
+        os.killpg(process.pid, signal.SIGTERM)  # as torchrun does: whatever helpers there are get it too
     else:
         while not process.stdout.readline().startswith("warm-up 1/"):
             assert process.poll() is None

@@ -2,9 +2,6 @@
 
 import json
 import shutil
-import signal
-from contextlib import contextmanager
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 import torch.distributed as dist
@@ -91,21 +88,8 @@ def _write(folder: Path, state: dict) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     dist.barrier()
-    with _signals_held_back():
-        dist_checkpointing.save(state, str(folder))
+    dist_checkpointing.save(state, str(folder))
     dist.barrier()
-
-
-@contextmanager
-def _signals_held_back():
-    """Inside, SIGTERM and SIGINT wait.  The process that Megatron starts at its first save, and keeps, inherits
-    this: torchrun stops a job by a signal to whole process groups, and without that process nothing is saved."""
-    resource_tracker.ensure_running()  # it is started with the first process, and its start lets the signals through
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _model_state(trainer: Trainer) -> dict:

@@ -1,5 +1,6 @@
 """Training state on disk: an identical continuation, over layouts too."""
 
+import psutil
 import pytest
 import torch
 
@@ -64,6 +65,16 @@ def test_continuation(ranks, checkpoint, prompts, tmp_path, saved, loaded):
         assert other == pytest.approx(norm, rel=1e-5)
     # Adam's step of a parameter whose gradient is 0 but for rounding is as long as any other.
     assert max(float((again_weights[name] - weight).abs().max()) for name, weight in weights.items()) < 1e-5
+
+
+@pytest.mark.ranks(1)
+def test_no_process_stays(checkpoint, tmp_path):
+    """A save starts no helper, which a killed rank would leave behind."""
+    before = psutil.Process().children(recursive=True)
+    _, trainer = _begin(checkpoint)
+    checkpoints.save(tmp_path / "run", "a", trainer, {})
+    assert checkpoints.latest(tmp_path / "run")
+    assert psutil.Process().children(recursive=True) == before
 
 
 @pytest.mark.ranks(1)

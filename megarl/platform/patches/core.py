@@ -145,6 +145,15 @@ def _torch_adam_state() -> None:
     DistributedOptimizer.sharded_state_dict = sharded_state_dict
 
 
+def _checkpoint_results_in_process() -> None:
+    import queue
+
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    results = queue.Queue()
+    filesystem_async.get_write_results_queue = lambda mp_mode="spawn": results
+
+
 PATCHES = [
     Patch(
         "paged-attention",
@@ -221,5 +230,16 @@ PATCHES = [
         "# Extract 'step', for non-Apex/TE support.",
         lambda kernels: not kernels.te,
         _torch_adam_state,
+    ),
+    Patch(
+        "checkpoint-results-in-process",
+        "each rank starts a second Python process at its first save, only to hold the queue through which its own "
+        "threads say what they wrote: 650 MB and seconds of imports; it dies of the signal that asks the job to save "
+        "and stop, and stays behind when the rank is killed",
+        CORE,
+        "megatron/core/dist_checkpointing/strategies/filesystem_async.py",
+        "_results_queue = ctx.Manager().Queue()",
+        _always,
+        _checkpoint_results_in_process,
     ),
 ]
