@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.distributed import PRELOADED
+from tests.distributed import PRELOADED, free_port, rank_variables
 
 ROOT = Path(__file__).parent.parent
 
@@ -67,23 +67,41 @@ def _train(arguments: list[str]) -> int:
     return launch.command(train, arguments)
 
 
-def fork(folder: Path, *arguments, main: Callable[[list[str]], int] = _train, timeout: float = 120) -> Result:
-    """`python -m megarl.train ARGUMENTS`, or the command whose module-level function `main` gives the exit code, in a
-    process that has imported Megatron already: what it prints while it imports is not seen, and it starts at once."""
+def fork(
+    folder: Path,
+    *arguments,
+    main: Callable[[list[str]], int] = _train,
+    processes: int = 1,
+    timeout: float = 120,
+) -> Result:
+    """`python -m megarl.train ARGUMENTS`, or the command whose module-level function `main` gives the exit code, in
+    processes that have imported Megatron already: what they print while they import is not seen, and they start at
+    once.  The result is rank 0's; the others' output lies beside it, in `folder`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    out, err = folder / "stdout", folder / "stderr"
-    process = context.Process(target=_forked, args=(main, list(map(str, arguments)), out, err))
-    process.start()
-    process.join(timeout)
-    if process.is_alive():
-        process.kill()
-        raise AssertionError(f"not done after {timeout} s:\n{out.read_text()}\n{err.read_text()}")
-    return Result(process.exitcode, out.read_text(), err.read_text())
+    port = free_port()
+    ranks = []
+    for rank in range(processes):
+        files = [folder / f"{name}.{rank}" for name in ("stdout", "stderr")]
+        variables = {} if processes == 1 else rank_variables(rank, processes, port)
+        rank = context.Process(target=_forked, args=(main, list(map(str, arguments)), variables, files))
+        rank.start()
+        ranks.append((rank, files))
+    end = time.monotonic() + timeout
+    for rank, _ in ranks:
+        rank.join(max(0.0, end - time.monotonic()))
+    if any(rank.is_alive() for rank, _ in ranks):
+        for rank, _ in ranks:
+            rank.kill()
+        said = "\n".join(file.read_text() for _, files in ranks for file in files)
+        raise AssertionError(f"not done after {timeout} s:\n{said}")
+    out, err = ranks[0][1]
+    return Result(max((rank.exitcode for rank, _ in ranks), key=abs), out.read_text(), err.read_text())
 
 
-def _forked(main: Callable[[list[str]], int], arguments: list[str], out: Path, err: Path) -> None:
-    for number, path in ((1, out), (2, err)):
+def _forked(main: Callable[[list[str]], int], arguments: list[str], variables: dict[str, str], files: list[Path]):
+    os.environ.update(variables)
+    for number, path in enumerate(files, 1):
         with path.open("w") as file:
             os.dup2(file.fileno(), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)

@@ -56,6 +56,30 @@ class Layout:
         return "-".join(parts)
 
     @property
+    def name(self) -> str:
+        """Data parallelism included."""
+        ranks = self.world_size // (self.tensor_parallel * self.context_parallel)
+        return f"{self}-dp{ranks}" if ranks > 1 else str(self)
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of a recipe's command line."""
+        sizes = {f"parallel.{name}": size for name, size in self.sizes.items() if size > 1}
+        if self.sequence_parallel:
+            sizes["parallel.sequence_parallel"] = "true"
+        return [f"{key}={value}" for key, value in sizes.items()]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of the parallel groups, by Megatron's names."""
+        return {
+            "tensor_model_parallel_size": self.tensor_parallel,
+            "context_parallel_size": self.context_parallel,
+            "expert_model_parallel_size": self.expert_parallel,
+            "expert_tensor_parallel_size": self.expert_tensor_parallel,
+        }
+
+    @property
     def job(self) -> dict[str, int]:
         """Arguments of `Ranks.run`."""
         return {
@@ -178,7 +202,7 @@ class _Pool:
     def __init__(self, world_size: int):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        port = _free_port()
+        port = free_port()
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
@@ -235,19 +259,24 @@ class _Pool:
             process.join()
 
 
+def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun tells a process of a job on this machine, in its environment."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
 def _serve(connection: Connection, rank: int, world_size: int, port: int) -> None:
     """The life of a rank process."""
     global _on_rank
     _on_rank = True
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    os.environ.update(rank_variables(rank, world_size, port))
     answer = _answer(_start)
     connection.send_bytes(answer)
     while True:
@@ -304,7 +333,7 @@ def _run(job: _Job) -> Any:
     return job.call()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

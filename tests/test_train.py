@@ -14,6 +14,7 @@ import yaml
 from megarl.data.generators.digits import write_digits
 from megarl.models.tiny_processor import build_tiny_processor
 from tests import commands, tiny
+from tests.distributed import TP2, Layout
 
 ROOT = Path(__file__).parent.parent
 DIGITS = ROOT / "recipes" / "digits.yaml"
@@ -167,30 +168,87 @@ def test_finished_run_again(finished, recipe, tmp_path):
     assert again.group(1, 2, 3, 5) == first.group(1, 2, 3, 5)
 
 
-TWO = {
-    "tp2-sp": ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
-    "cp2": ["parallel.context_parallel_size=2"],
-    "dp2": [],
-}
-
-
-@pytest.mark.parametrize(
-    "layout", ["tp2-sp", pytest.param("cp2", marks=pytest.mark.slow), pytest.param("dp2", marks=pytest.mark.slow)]
-)
-def test_two_processes(finished, recipe, tmp_path, layout):
-    """torchrun with 2 processes gives, to rounding, what one process gives: weights, draws, minibatches, updates, and
-    the rewards of five steps."""
-    result = commands.run("megarl.train", recipe, f"run_dir={tmp_path / 'run'}", *TWO[layout], processes=2)
+def test_torchrun(finished, recipe, tmp_path):
+    """torchrun with 2 processes gives, to rounding, what one process gives: weights, draws, minibatches, updates."""
+    layout = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
+    result = commands.run("megarl.train", recipe, f"run_dir={tmp_path / 'run'}", *layout, processes=2)
     assert result.code == 0, result.err
     assert len(LAST_LINE.findall(result.out)) == 1
     found, expected = results(tmp_path / "run"), results(finished[0])
     assert [line["step"] for line in found] == list(range(STEPS + 1))
+    assert_equal_steps(found, expected)
+
+
+def assert_equal_steps(found: list[dict], expected: list[dict]) -> None:
+    """The rewards of five steps, and the first update."""
     assert found[0] == expected[0]
     for step in range(1, 6):
         for key in ("reward/mean", "reward/accuracy", "rollout/tokens"):
             assert found[step][key] == pytest.approx(expected[step][key], abs=1e-4), step
     for key in ("policy/loss", "policy/entropy", "optimizer/grad_norm"):
         assert found[1][key] == pytest.approx(expected[1][key], rel=1e-2)
+
+
+FIVE_STEPS = ["steps=5", "evaluation.every=5", "checkpoint.every=0"]
+EXPERTS = {
+    "model_type": "qwen3_vl_moe",
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "text_config": {
+        "model_type": "qwen3_vl_moe_text",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
+    "vision_config": {"model_type": "qwen3_vl_moe"},
+}
+
+
+@pytest.fixture(scope="session")
+def one_rank(tmp_path_factory, recipe):
+    """By whether there are experts: the recipe, and what five steps of one process gave."""
+    made = {}
+
+    def run(experts: bool) -> tuple[Path, list[dict]]:
+        if experts not in made:
+            folder = tmp_path_factory.mktemp("one_rank")
+            path = folder / "recipe.yaml"
+            model = {"model": {"config": EXPERTS}} if experts else {}
+            path.write_text(yaml.safe_dump({"extends": str(recipe), **model}))
+            result = commands.fork(folder, path, f"run_dir={folder / 'run'}", *FIVE_STEPS)
+            assert result.code == 0, result.err
+            made[experts] = path, results(folder / "run")
+        return made[experts]
+
+    return run
+
+
+QUICK = [Layout(2, 1), Layout(2, 1, context_parallel=2), Layout(2, 1, expert_parallel=2)]
+SLOW = [
+    TP2,
+    Layout(4, 2, sequence_parallel=True),
+    Layout(4, 1, context_parallel=4),
+    Layout(4, 2, context_parallel=2),
+    Layout(4, 1, context_parallel=2, expert_parallel=2),
+    Layout(4, 2, sequence_parallel=True, expert_parallel=2, expert_tensor_parallel=2),
+]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *[pytest.param(layout, id=layout.name) for layout in QUICK],
+        *[pytest.param(layout, id=layout.name, marks=pytest.mark.slow) for layout in SLOW],
+    ],
+)
+def test_layouts(one_rank, tmp_path, layout):
+    """Every layout gets the rewards that one process gets: rollouts are drawn alike, so none is replayed."""
+    recipe, expected = one_rank(layout.expert_parallel > 1)
+    arguments = [recipe, f"run_dir={tmp_path / 'run'}", *FIVE_STEPS, *layout.arguments]
+    result = commands.fork(tmp_path, *arguments, processes=layout.world_size, timeout=300)
+    assert result.code == 0, result.err
+    found = results(tmp_path / "run")
+    assert [line["step"] for line in found] == list(range(6))
+    assert_equal_steps(found, expected)
 
 
 # Stopped and started again
