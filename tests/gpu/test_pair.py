@@ -1,0 +1,38 @@
+"""On two GPUs, bf16, NCCL: layouts proved by `megarl.verify`, and rollouts without a second copy of the weights."""
+
+import json
+
+import pytest
+import torch
+
+from tests import commands
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+LAYOUTS = {
+    "tp2-sp": ("mixed", ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]),
+    "cp2": ("mixed", ["parallel.context_parallel_size=2"]),
+    "dp2": ("mixed", []),
+    "ep2": ("mixed_experts", ["parallel.expert_model_parallel_size=2"]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_verify(layout):
+    recipe, arguments = LAYOUTS[layout]
+    result = commands.run("megarl.verify", commands.ROOT / f"recipes/{recipe}.yaml", *arguments, processes=2)
+    print(result.out)
+    assert result.code == 0, result.err
+
+
+def test_no_second_copy(tmp_path):
+    """Context-parallel ranks sample as engines of their own, on the weights that they train."""
+    result = commands.run("tests.gpu.zero_copy", tmp_path, processes=2)
+    assert result.code == 0, result.err
+    print(result.out)
+    for rank in json.loads(result.out.splitlines()[-1]):
+        assert rank["weights_stay"] and rank["sampled_tokens"] > 100
+        assert max(rank["other_before"], rank["other_after"]) < 0.25 * rank["weights"]
