@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megarl.data.files import SPLITS, find_split
 from megarl.data.generators.registry import check_options
 from megarl.errors import UserError
-from megarl.layout import check_context, check_experts, check_heads
+from megarl.layout import check_context, check_experts, check_heads, check_ring
 from megarl.models.hf_config import hf_config
 from megarl.recipe import DataSection, ModelSection, ParallelSection, Part, Recipe, check_world, load_recipe
 
@@ -241,6 +241,7 @@ def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":
     config = hf_config(recipe.model.path, recipe.model.config)
     check_heads(config, recipe.parallel.tensor_model_parallel_size)
     check_context(config, recipe.parallel.tensor_model_parallel_size, recipe.parallel.context_parallel_size)
+    check_ring(config, recipe.parallel.cp_comm_type)
     check_experts(config, recipe.parallel)
     for dtype in dtypes(recipe):
         check_kv_cache(recipe, config, dtype)

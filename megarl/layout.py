@@ -40,6 +40,15 @@ def check_context(config: "PreTrainedConfig", tensor_parallel: int, context_para
         )
 
 
+def check_ring(config: "PreTrainedConfig", cp_comm_type: str) -> None:
+    """Refuses rings for models that put media features into a row before it is cut."""
+    if cp_comm_type != "a2a":
+        raise UserError(
+            f"parallel.cp_comm_type = {cp_comm_type!r}: should be 'a2a' (Ulysses) for a {config.model_type}: a ring "
+            "cuts each sequence into zigzag parts, a vision-language row is cut after its media was put in"
+        )
+
+
 def check_experts(config: "PreTrainedConfig", parallel: ParallelSection) -> None:
     """Refuses experts that do not divide over the ranks, or that are not there."""
     text = config.text_config

@@ -32,6 +32,7 @@ def model_options(recipe: Recipe) -> ModelOptions:
         context_parallel_size=recipe.parallel.context_parallel_size,
         expert_model_parallel_size=recipe.parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=recipe.parallel.expert_tensor_parallel_size,
+        vision_dp_when_cp=recipe.parallel.vision_dp_when_cp,
         sequence_parallel=recipe.parallel.sequence_parallel,
         recompute=recipe.training.recompute == "full",
         freeze=tuple(recipe.model.freeze),

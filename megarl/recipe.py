@@ -90,6 +90,10 @@ class ParallelSection(Section):
     """Ranks that share the layers; only 1."""
     context_parallel_size: PositiveInt = 1
     """Ranks that share the tokens of a row; in rollouts each of them is an engine of its own."""
+    cp_comm_type: Literal["a2a", "p2p", "all_gather", "a2a+p2p"] = "a2a"
+    """How these ranks attend to each other's tokens; only `a2a` (Ulysses) for vision-language models."""
+    vision_dp_when_cp: bool = True
+    """These ranks encode a part of a row's pictures and frames each and gather the features; else all of them each."""
     expert_model_parallel_size: PositiveInt = 1
     """Ranks that share the experts of a layer, each of them with rows and requests of its own."""
     expert_tensor_parallel_size: PositiveInt = 1
@@ -108,7 +112,7 @@ class ParallelSection(Section):
     @property
     def sizes(self) -> dict[str, int]:
         """As `megatron.core.parallel_state.initialize_model_parallel` takes them."""
-        return self.model_dump(exclude={"sequence_parallel"})
+        return {key: size for key, size in self.model_dump().items() if key.endswith("_size")}
 
     def data_parallel_size(self, world_size: int) -> int:
         """Copies of the model in a job of `world_size` processes, which `check_world` has accepted."""

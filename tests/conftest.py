@@ -39,7 +39,7 @@ def pytest_pyfunc_call(pyfuncitem):
 _RANKS = pytest.StashKey[Ranks]()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def ranks(pytestconfig):
     """Runs a module-level function on every rank of a job, see `tests.distributed.Ranks.run`."""
     return pytestconfig.stash[_RANKS]

@@ -153,6 +153,14 @@ def test_module_runs_as_a_command():
             "parallel.tensor_model_parallel_size = 8: should divide text_config.num_attention_heads = 4",
         ),
         (
+            ["parallel.cp_comm_type=p2p", "parallel.context_parallel_size=2", "--world-size", "2"],
+            "parallel.cp_comm_type = 'p2p': should be 'a2a' (Ulysses) for a qwen3_vl: a ring cuts each sequence",
+        ),
+        (
+            ["parallel.cp_comm_type=ulysses"],
+            "parallel.cp_comm_type = 'ulysses' in override 'parallel.cp_comm_type=ulysses': should be 'a2a', 'p2p', ",
+        ),
+        (
             ["rollout.kv_cache_gb=1e-4"],
             "rollout.kv_cache_gb = 0.0001 holds 128 tokens in bfloat16: should hold data.max_prompt_tokens + "
             "rollout.max_new_tokens = 130",

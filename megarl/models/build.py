@@ -27,6 +27,8 @@ class ModelOptions:
     """Ranks that share the experts of a layer."""
     expert_tensor_parallel_size: int = 1
     """Ranks that share the weights of each expert."""
+    vision_dp_when_cp: bool = True
+    """Context-parallel ranks encode a part of a row's media each and share the features; else all of it each."""
     sequence_parallel: bool = False
     recompute: bool = False
     """Full activation recomputation of the language model."""
@@ -69,6 +71,7 @@ def _megatron_config(bridge: AutoBridge, options: ModelOptions):
         context_parallel_size=options.context_parallel_size,
         expert_model_parallel_size=options.expert_model_parallel_size,
         expert_tensor_parallel_size=options.expert_tensor_parallel_size,
+        vision_dp_when_cp=options.vision_dp_when_cp,
         sequence_parallel=options.sequence_parallel,
         params_dtype=options.dtype,
         pipeline_dtype=options.dtype,

@@ -31,31 +31,42 @@ def shard(values: Tensor, dim: int) -> Tensor:
     return values.narrow(dim, first, last - first)
 
 
-def gather_uneven(values: Tensor, counts: list[int]) -> Tensor:
-    """The ranks' parts along the last dimension, one after another.
-
-    The gradient of a part is this rank's slice of the result's: every rank computes the same from the whole, so
-    nothing is summed.
+def gather_uneven(values: Tensor, counts: list[int], dim: int = -1, sum_gradients: bool = False) -> Tensor:
+    """The ranks' parts along `dim`, one after another, on every rank.  Collective.
 
     Args:
-        values: `[..., counts[rank]]`.
+        values: `counts[rank]` long along `dim`, otherwise of one shape.
         counts: of each rank.
+        sum_gradients: what follows differs from rank to rank, and so do the gradients of the whole: a part's is the
+            sum of theirs, by a collective in the backward pass.  Else every rank computes the same from the whole,
+            and a part's gradient is this rank's slice.
     """
-    return values if group().size() == 1 else _GatherUneven.apply(values, counts)
+    if group().size() == 1:
+        return values
+    return _GatherUneven.apply(values.movedim(dim, 0), counts, sum_gradients).movedim(0, dim)
 
 
 class _GatherUneven(torch.autograd.Function):
+    """Along the first dimension.  Parts are padded to one size: gloo has no uneven collectives."""
+
     @staticmethod
-    def forward(ctx, values, counts):
-        ctx.counts = counts
-        # Padded to one size: gloo has no uneven all-gather.
-        padded = values.new_zeros(*values.shape[:-1], max(counts))
-        padded[..., : values.shape[-1]] = values
+    def forward(ctx, values, counts, sum_gradients):
+        ctx.counts, ctx.sum_gradients = counts, sum_gradients
+        padded = values.new_zeros(max(counts), *values.shape[1:])
+        padded[: len(values)] = values
         parts = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(parts, padded, group=group())
-        return torch.cat([part[..., :count] for part, count in zip(parts, counts, strict=True)], -1)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     @staticmethod
     def backward(ctx, gradient):
-        first = sum(ctx.counts[: group().rank()])
-        return gradient[..., first : first + ctx.counts[group().rank()]], None
+        counts, rank = ctx.counts, group().rank()
+        parts = gradient.split(counts)
+        if not ctx.sum_gradients:
+            return parts[rank], None, None
+        padded = gradient.new_zeros(len(counts), max(counts), *gradient.shape[1:])
+        for place, part in zip(padded, parts, strict=True):
+            place[: len(part)] = part
+        mine = torch.empty_like(padded[0])
+        dist.reduce_scatter_tensor(mine, padded.flatten(0, 1), group=group())
+        return mine[: counts[rank]], None, None

@@ -197,7 +197,7 @@ class Trainer:
         longest = max(b - a for a, b in zip(row.bounds, row.bounds[1:], strict=False))
         pixels = grids = None
         if row.items:
-            pixels = torch.cat([i.pixels for i in row.items]).to(self._device)
+            pixels = torch.cat([i.pixels for i in row.items])  # on the CPU: a rank may need a part of them only
             grids = torch.tensor([i.grid for i in row.items])
         return self._ddp(
             ids=row.ids.to(self._device),

@@ -49,8 +49,7 @@ def verify(arguments: list[str]) -> list[Check]:
     with aside, _saying(main and not options.json) as say:
         checks, dtype = prove(recipe, options, say)
     if main:
-        parallel = recipe.parallel.model_dump()
-        sizes = {name: value for name, value in parallel.items() if value is True or (value or 1) > 1}
+        sizes = recipe.parallel.model_dump(exclude_defaults=True)
         about = {
             "recipe": options.recipe,
             "machine": str(kernels()),

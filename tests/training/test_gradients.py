@@ -8,6 +8,7 @@ from tests.distributed import LAYOUTS, TP1, TP2_SP, Layout, lazy
 
 policies = lazy("tests.policies")
 
+CP2 = Layout(2, 1, context_parallel=2)
 TOLERANCE = 1e-4
 """Largest difference over the parameter's largest gradient."""
 
@@ -93,7 +94,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("layout", [TP1, TP2_SP], ids=str)
+@pytest.mark.parametrize("layout", [TP1, TP2_SP, CP2], ids=str)
 @pytest.mark.parametrize("part", PARTS)
 def test_frozen_parts(ranks, checkpoint, sequences, expected, part, layout):
     """A frozen part gets no gradient and does not move; the others get theirs and do."""
@@ -141,15 +142,25 @@ def test_no_cross_talk(checkpoint, prompts, what):
         assert (float((a - b).abs().max()) > 1e-3) if index == place else torch.equal(a, b)
 
 
-CONTEXT = [
-    Layout(2, 1, context_parallel=2),
-    Layout(4, 1, context_parallel=4),
-    Layout(4, 2, context_parallel=2),
-    Layout(4, 2, sequence_parallel=True, context_parallel=2),
-]
+TP2_CP2 = Layout(4, 2, context_parallel=2)
+TP2_SP_CP2 = Layout(4, 2, sequence_parallel=True, context_parallel=2)
+CONTEXT = {
+    "cp2": (CP2, {}),
+    "cp4": (Layout(4, 1, context_parallel=4), {}),
+    "tp2-cp2": (TP2_CP2, {}),
+    "tp2-sp-cp2": (TP2_SP_CP2, {}),
+    "cp2-replicated": (CP2, {"vision_dp_when_cp": False}),
+    "tp2-sp-cp2-replicated": (TP2_SP_CP2, {"vision_dp_when_cp": False}),
+    "tp2-sp-cp2-recompute": (TP2_SP_CP2, {"recompute": True}),
+}
 
 
-@pytest.mark.parametrize("layout", CONTEXT, ids=str)
-def test_context_parallel(ranks, checkpoint, sequences, expected, layout):
-    for found in ranks.run(_gradients, checkpoint, sequences, sequence_parallel=layout.sequence_parallel, **layout.job):
+@pytest.mark.parametrize("case", CONTEXT)
+def test_context_parallel(ranks, checkpoint, sequences, expected, case):
+    """With the media of a row spread over the ranks, and with all of it on each."""
+    layout, options = CONTEXT[case]
+    answers = ranks.run(
+        _gradients, checkpoint, sequences, sequence_parallel=layout.sequence_parallel, **options, **layout.job
+    )
+    for found in answers:
         assert worst(found, expected)[0] < TOLERANCE, worst(found, expected)

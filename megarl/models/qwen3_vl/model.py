@@ -30,7 +30,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megarl.packing.cost import StackCost
 from megarl.parallel import context
+from megarl.parallel.frames import encode_spread
 from megarl.parallel.ulysses import ulysses
 from megarl.platform.kernels import kernels
 
@@ -121,16 +123,35 @@ class Qwen3VL(Qwen3VLModel):
         """Runs the vision tower.
 
         Args:
-            pixels: `[patches, patch features]` of the items one after another.
+            pixels: `[patches, patch features]` of the items one after another, on any device.
             grids: int64 `[items, 3]`, (t, h, w) in patches.
 
         Returns:
             `[1 + deepstack layers, media tokens, hidden]`; index 0 goes into the embeddings.
         """
+        device = self.vision_model.pos_embed.weight.device
         features, deepstack = self.vision_model(
-            hidden_states=pixels.to(self.config.params_dtype), grid_thw=grids.to(pixels.device)
+            hidden_states=pixels.to(device, self.config.params_dtype), grid_thw=grids.to(device)
         )
         return torch.stack([features, *deepstack])
+
+    def encode_row(self, pixels: Tensor, grids: Tensor) -> Tensor:
+        """`encode` for a row that the context-parallel ranks share.  Collective over them with `vision_dp_when_cp`:
+        each then encodes a part of the frames.  Without, each encodes all, and has the gradient of its own tokens
+        only, as for every weight.  `grids` is on the CPU."""
+        if not self.config.vision_dp_when_cp or context.group().size() == 1:
+            return self.encode(pixels, grids)
+        config = self.vision_model.config
+        stack = StackCost.of(config)
+        nothing = self.vision_model.pos_embed.weight.new_empty(
+            1 + len(config.deepstack_visual_indexes),
+            0,
+            self.config.hidden_size,
+            requires_grad=any(p.requires_grad for p in self.vision_model.parameters()),
+        )
+        return encode_spread(
+            self.encode, pixels, grids, self.merge_size, lambda patches: stack.operations(patches, patches), nothing
+        )
 
     def merge(self, ids: Tensor, feature_rows: Tensor, features: Tensor | None, shard: bool = False) -> MergedInput:
         """Puts media features into the whole row, then cuts the row for context and sequence parallelism.
@@ -186,13 +207,13 @@ class Qwen3VL(Qwen3VLModel):
             positions: int64 `[3, tokens]`, rotary positions (time, height, width).
             packed_seq_params: bounds of the row's segments (`thd`).
             feature_rows: int64 `[tokens]`, see `merge`.
-            pixels, grids: the row's distinct media items, see `encode`; None without media.
+            pixels, grids: the row's distinct media items, see `encode`, the grids on the CPU; None without media.
             output_processor, output_processor_context: Megatron's hook in place of the logits.
 
         Returns:
             What the hook returns; without one, logits `[1, tokens / cp, vocabulary / tp]`.
         """
-        features = None if pixels is None else self.encode(pixels, grids)
+        features = None if pixels is None else self.encode_row(pixels, grids)
         merged = self.merge(ids, feature_rows, features, shard=True)
         return self.language_model(
             input_ids=context.shard(ids, 0)[None],
