@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megarl.data.files import SPLITS, find_split
 from megarl.data.generators.registry import check_options
 from megarl.errors import UserError
-from megarl.layout import check_context, check_experts, check_heads, check_ring
+from megarl.layout import check_context, check_experts, check_heads, check_ring, check_router_replay
 from megarl.models.hf_config import hf_config
 from megarl.recipe import DataSection, ModelSection, ParallelSection, Part, Recipe, check_world, load_recipe
 
@@ -149,6 +149,15 @@ def kv_cache_blocks(recipe: Recipe, config: "PreTrainedConfig", dtype: str) -> i
     return int(recipe.rollout.kv_cache_gb * GIB) // (token * recipe.rollout.block_size_tokens) - 1
 
 
+def routing_cache(recipe: Recipe, config: "PreTrainedConfig", dtype: str) -> int:
+    """Bytes on one rank for the experts of the tokens in the KV cache, where they are replayed."""
+    if not recipe.algorithm.router_replay:
+        return 0
+    text = config.text_config
+    tokens = (kv_cache_blocks(recipe, config, dtype) + 1) * recipe.rollout.block_size_tokens
+    return tokens * text.num_hidden_layers * text.num_experts_per_tok * (1 if text.num_experts <= 256 else 2)
+
+
 def estimate_memory(
     recipe: Recipe, config: "PreTrainedConfig", parameters: ParameterCount, dtype: str, world_size: int
 ) -> Memory:
@@ -193,7 +202,7 @@ def estimate_memory(
         gradients=4 * trained,
         optimizer_state=state,
         reference_snapshot=item * trained if recipe.algorithm.kl_coefficient > 0 else 0,
-        kv_cache=int(rollout.kv_cache_gb * GIB),
+        kv_cache=int(rollout.kv_cache_gb * GIB) + routing_cache(recipe, config, dtype),
         activations_rollout=4 * rollout.max_requests * vocabulary
         + layer_activations(language, rollout.max_tokens_per_step, item, tensor_parallel, sequence_parallel),
         activations_training=activations,
@@ -243,6 +252,7 @@ def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":
     check_context(config, recipe.parallel.tensor_model_parallel_size, recipe.parallel.context_parallel_size)
     check_ring(config, recipe.parallel.cp_comm_type)
     check_experts(config, recipe.parallel)
+    check_router_replay(config, recipe.algorithm.router_replay)
     for dtype in dtypes(recipe):
         check_kv_cache(recipe, config, dtype)
     return config

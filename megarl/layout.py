@@ -49,6 +49,12 @@ def check_ring(config: "PreTrainedConfig", cp_comm_type: str) -> None:
         )
 
 
+def check_router_replay(config: "PreTrainedConfig", router_replay: bool) -> None:
+    """Refuses to replay the choices of routers that are not there."""
+    if router_replay and not getattr(config.text_config, "num_experts", None):
+        raise UserError(f"algorithm.router_replay = True: should be false, since a {config.model_type} has no experts")
+
+
 def check_experts(config: "PreTrainedConfig", parallel: ParallelSection) -> None:
     """Refuses experts that do not divide over the ranks, or that are not there."""
     text = config.text_config

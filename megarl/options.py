@@ -37,6 +37,7 @@ def model_options(recipe: Recipe) -> ModelOptions:
         recompute=recipe.training.recompute == "full",
         freeze=tuple(recipe.model.freeze),
         cuda_graphs=cuda_graphs(recipe),
+        router_replay=recipe.algorithm.router_replay,
     )
 
 

@@ -199,6 +199,8 @@ class AlgorithmSection(Section):
     """Weight of the entropy bonus."""
     old_log_probs: Literal["trainer", "rollout"] = "trainer"
     """Denominator of the ratio: the trainer's before its first update, or what the engine sampled with."""
+    router_replay: bool = False
+    """Send each token to the experts that it had in the rollout when scoring and training; mixtures of experts only."""
 
     @property
     def rollouts_per_step(self) -> int:

@@ -40,7 +40,8 @@ def judge(groups: list[list[Rollout]], environment: Environment, decode, advanta
     rewards = torch.tensor([s.reward for s in scores]).view(len(groups), -1)
     advantages = ADVANTAGES[advantage](rewards).flatten().tolist()
     samples = [
-        Sample(TokenSequence(r.prompt, r.ids), r.log_probs, a) for r, a in zip(rollouts, advantages, strict=True)
+        Sample(TokenSequence(r.prompt, r.ids, r.routing_indices), r.log_probs, a)
+        for r, a in zip(rollouts, advantages, strict=True)
     ]
     return Batch(rollouts, texts, scores, samples, _metrics(rollouts, scores, constant_groups(rewards)))
 

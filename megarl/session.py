@@ -143,6 +143,7 @@ class Session:
             **batch.metrics,
             **learned,
             **mismatch_metrics(parts),
+            **scored.metrics,
             **phases,
             "throughput/generated_tokens_per_s": batch.metrics["rollout/tokens"] / phases["time/rollout"],
             "throughput/trained_tokens_per_s": trained / phases["time/train"],

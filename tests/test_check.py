@@ -18,7 +18,7 @@ from megarl.check import (
     main,
 )
 from megarl.errors import UserError
-from megarl.layout import check_context, check_experts, check_heads
+from megarl.layout import check_context, check_experts, check_heads, check_router_replay
 from megarl.models.hf_config import hf_config
 from megarl.recipe import Recipe, load_recipe
 
@@ -254,6 +254,14 @@ def test_a_dense_model_has_no_experts(capsys, name):
     )
 
 
+def test_a_dense_model_has_no_routers(capsys, mixture):
+    check_router_replay(mixture, True)
+    assert main([DIGITS, "algorithm.router_replay=true"]) == 2
+    assert capsys.readouterr().err == (
+        "megarl: error: algorithm.router_replay = True: should be false, since a qwen3_vl has no experts\n"
+    )
+
+
 def test_parameters_of_experts(mixture):
     """3 layers of 4 experts, each with two inner projections and an outer one of 64 x 48."""
     assert count_parameters(mixture).experts == 3 * 4 * 3 * 64 * 48
@@ -356,6 +364,15 @@ def test_memory_under_expert_parallelism(mixture):
     memory = estimate_memory(recipe, mixture, count, "bfloat16", world_size=4)
     assert (memory.weights, memory.gradients) == (6_000_000, 12_000_000)
     assert memory.optimizer_state == 12 * (2_000_000 // 4 + 1_000_000 // 2)
+
+
+def test_memory_of_recorded_experts(mixture):
+    """2 experts of one byte in each of 3 layers, for each token that the KV cache holds."""
+    count = ParameterCount(vision=1_000_000, projector=500_000, language=2_500_000, experts=2_000_000)
+    recipes = digits(), digits("algorithm.router_replay=true")
+    without, held = (estimate_memory(r, mixture, count, "bfloat16", world_size=1).kv_cache for r in recipes)
+    blocks = kv_cache_blocks(recipes[0], mixture, "bfloat16") + 1
+    assert held - without == blocks * recipes[0].rollout.block_size_tokens * 3 * 2
 
 
 def test_memory_with_full_recompute(config):

@@ -13,6 +13,7 @@ from megatron.bridge import AutoBridge
 from safetensors.torch import save_file
 
 from megarl.models.hf_config import family_of
+from megarl.models.router_replay import install
 from megarl.platform.kernels import kernels
 
 _SHARD_BYTES = 4 << 30
@@ -36,6 +37,8 @@ class ModelOptions:
     """Of `vision`, `projector`, `language`."""
     cuda_graphs: bool = False
     """Capture decode steps; needs a GPU."""
+    router_replay: bool = False
+    """Record the experts of each token in the engine, and replay them in training."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +58,8 @@ def load_policy(folder: Path, options: ModelOptions) -> Policy:
     bridge = AutoBridge.from_hf_pretrained(folder)
     config = _megatron_config(bridge, options)
     model = family.load("model")(config).to("cuda" if kernels().gpu else "cpu", options.dtype)
+    if options.router_replay:
+        install(model)
     bridge.load_hf_weights([model])
     if options.freeze:
         frozen = {part: part in options.freeze for part in ("language", "vision", "projector")}
@@ -115,6 +120,8 @@ def _mixture_settings(options: ModelOptions) -> dict:
         moe_aux_loss_coeff=0.0,
         moe_expert_capacity_factor=None,
         moe_router_dtype="fp32",
+        moe_enable_routing_replay=options.router_replay,
+        moe_router_fusion=False,  # knows nothing of replay
         moe_token_dispatcher_type="alltoall",
         # Of the engine's own dispatchers, which these layers do not use, the one that reserves no memory.
         inference_moe_token_dispatcher_type="nccl",

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from megarl.packing.cost import CostModel
 
 
+NOT_RECORDED = -1
+"""In place of an expert: nobody knows where the engine would have sent the token, and its router chooses."""
+
+
 @dataclass(frozen=True, eq=False)
 class TokenSequence:
     """A prompt and the completion whose tokens are trained on or scored."""
@@ -21,6 +25,9 @@ class TokenSequence:
     prompt: EncodedPrompt
     completion: Tensor
     """int64 `[n]`, n >= 1."""
+    routing_indices: Tensor | None = None
+    """integers `[tokens - 1, layers, top-k]`: the experts that the engine sent each token but the last to, for training
+    to replay; None: the router chooses."""
 
     def __len__(self) -> int:
         return self.prompt.ids.numel() + self.completion.numel()
@@ -46,6 +53,9 @@ class PackedRow:
     """Which of the packed sequences the row holds, in order."""
     lengths: tuple[int, ...]
     """Completion tokens of each member."""
+    routing_indices: Tensor | None = None
+    """int16 `[tokens, layers, top-k]`: experts to replay, or `NOT_RECORDED` (last token of a sequence, padding); None:
+    the router chooses everywhere."""
 
     def split(self, values: Tensor) -> list[Tensor]:
         """`[completion tokens]` to one tensor per member."""
@@ -177,4 +187,17 @@ def _row(sequences: Sequence[TokenSequence], members: list[int], merge_size: int
         targets=torch.cat([sequences[i].completion for i in members]),
         members=tuple(members),
         lengths=tuple(sequences[i].completion.numel() for i in members),
+        routing_indices=_routing([sequences[i] for i in members], bounds),
     )
+
+
+def _routing(sequences: list[TokenSequence], bounds: list[int]) -> Tensor | None:
+    """Of a row whose sequences begin at `bounds`; some of them, or all, may have no record."""
+    sizes = [s.routing_indices.shape[1:] for s in sequences if s.routing_indices is not None]
+    if not sizes:
+        return None
+    row = torch.full((bounds[-1], *sizes[0]), NOT_RECORDED, dtype=torch.int16)
+    for sequence, start in zip(sequences, bounds, strict=False):
+        if sequence.routing_indices is not None:
+            row[start : start + len(sequence) - 1] = sequence.routing_indices
+    return row

@@ -9,6 +9,7 @@ from torch import Tensor
 from megarl.platform.kernels import kernels
 from megarl.rollout.features import FeatureCache
 from megarl.rollout.prompts import PromptTable
+from megarl.rollout.routing import RoutingCache
 
 
 class MediaContext(DynamicInferenceContext):
@@ -20,6 +21,8 @@ class MediaContext(DynamicInferenceContext):
 
     prompts: PromptTable | None = None
     """None while CUDA graphs are captured, and in a step for the sake of other ranks."""
+    routing: RoutingCache | None = None
+    """None where nobody asks for the experts of a token."""
     _angles_of: Tensor | None = None
 
     def step_tokens(self) -> tuple[Tensor, Tensor]:

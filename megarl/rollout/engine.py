@@ -3,7 +3,8 @@
 import copy
 import gc
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +15,12 @@ from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor
 
 from megarl.media.item import EncodedPrompt
+from megarl.models.router_replay import layer_replays, recording
 from megarl.parallel import experts
 from megarl.rollout.context import MediaContext, MediaWrapper
 from megarl.rollout.features import FeatureCache
 from megarl.rollout.prompts import build_prompt_table, prefix_hashes
+from megarl.rollout.routing import RoutingCache
 from megarl.rollout.sampling import Sampler, SamplingOptions, group_keys
 from megarl.rollout.stepping import Controller, SteppingEngine
 
@@ -53,6 +56,13 @@ class Rollout:
     """float32 `[n]`: behaviour log-probabilities, of the distribution that was sampled from."""
     finished: bool
     """Ended by a stop token, not by length."""
+    routing_indices: Tensor | None = None
+    """uint8, or int16 where there are more than 256 experts, `[prompt + n - 1, layers with experts, top-k]`: the
+    experts of each token but the last sampled one, which was never run.  None without router replay."""
+
+    def sampled(self) -> dict[str, Any]:
+        """Everything but the prompt, by field: what moves between ranks, of which each expands prompts by itself."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "prompt"}
 
 
 @dataclass(frozen=True)
@@ -115,6 +125,9 @@ class RolloutEngine:
                 logging_step_interval=0,
             ),
         )
+        self._replays = layer_replays(model)
+        if self._replays:
+            self._context.routing = RoutingCache(self._context, config, len(self._replays))
         self._sampler = Sampler(device)
         with self._evaluating():
             controller = Controller(
@@ -230,6 +243,8 @@ class RolloutEngine:
             self._context.prompts = build_prompt_table(prompts, prompt_of_request, self._model.merge_size)
         self._sampler.options = options
         self._sampler.keys = group_keys(np.array(keys, dtype=np.uint64), group_size)
+        if self._context.routing is not None:
+            self._context.routing.begin()
         self._engine.controller.begin(options.stop_ids)
         self._engine.begin(len(prompts) * group_size, options.max_new_tokens)
         for request, index in enumerate(prompt_of_request.tolist()):
@@ -261,7 +276,7 @@ class RolloutEngine:
         return prefix_hashes(prompt, self._model.merge_size, self._options.block_size_tokens)
 
     def _rollouts(self, live: "_Live") -> list[list[Rollout]]:
-        done = self._engine.completions
+        done, routing = self._engine.completions, self._context.routing
         groups = []
         for index, prompt in enumerate(live.prompts):
             group = []
@@ -269,7 +284,8 @@ class RolloutEngine:
                 n = int(done.count[request])
                 ids = done.tokens[request, :n]
                 stopped = n > 0 and int(ids[-1]) in live.options.stop_ids
-                group.append(Rollout(prompt, ids.clone(), done.log_probs[request, :n].clone(), stopped))
+                chosen = None if routing is None else routing.take(request)
+                group.append(Rollout(prompt, ids.clone(), done.log_probs[request, :n].clone(), stopped, chosen))
             groups.append(group)
         return groups
 
@@ -278,7 +294,8 @@ class RolloutEngine:
         training = self._model.training
         self._model.eval()
         try:
-            yield
+            with recording(self._replays):
+                yield
         finally:
             self._model.train(training)
 

@@ -1,7 +1,7 @@
 """Groups of rollouts change ranks, so that data-parallel ranks train on work of even cost.
 
-A step's prompts are dealt out before anyone knows how long their completions become.  What moves is a group's sampled
-tokens; the receiver expands the prompt itself, from the same file by the same function.
+A step's prompts are dealt out before anyone knows how long their completions become.  What moves is what was
+sampled; the receiver expands the prompt itself, from the same file by the same function.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,11 +52,7 @@ def balance(
         owners.update(zip(batch, assigned, strict=True))
         largest += max(_sums(costs, assigned, ranks))
         total += sum(costs)
-    leaving = [
-        (j, [(r.ids, r.log_probs, r.finished) for r in groups[j]])
-        for j in range(len(groups))
-        if owners[rank, j] != rank
-    ]
+    leaving = [(j, [r.sampled() for r in groups[j]]) for j in range(len(groups)) if owners[rank, j] != rank]
     sent = [None] * ranks
     if any(r != owner for (r, _), owner in owners.items()):
         dist.all_gather_object(sent, leaving, group=group)
@@ -65,7 +61,7 @@ def balance(
         for j, rollouts in parcels or ():
             if owners[sender, j] == rank:
                 prompt = encode(everyone[sender][1][j])
-                kept[sender, j] = [Rollout(prompt, *fields) for fields in rollouts]
+                kept[sender, j] = [Rollout(prompt, **sampled) for sampled in rollouts]
     in_order = sorted(kept, key=lambda key: (key[1] // size, key))
     return [kept[key] for key in in_order], largest * ranks / total
 

@@ -28,12 +28,12 @@ def generate_spread(
     owners = spread([prompt.ids.numel() for prompt in prompts], group.size())
     mine = [place for place, owner in enumerate(owners) if owner == group.rank()]
     groups = engine.generate([prompts[i] for i in mine], options, group_size, [keys[i] for i in mine])
-    sampled = [[(r.ids, r.log_probs, r.finished) for r in rollouts] for rollouts in groups]
+    sampled = [[r.sampled() for r in rollouts] for rollouts in groups]
     everyone = [None] * group.size()
     dist.all_gather_object(everyone, sampled, group=group)
     following = [iter(part) for part in everyone]
     return [
-        [Rollout(prompt, *fields) for fields in next(following[owner])]
+        [Rollout(prompt, **one) for one in next(following[owner])]
         for prompt, owner in zip(prompts, owners, strict=True)
     ]
 

@@ -57,16 +57,25 @@ class Controller(TextGenerationController):
     def _dynamic_step_calculate_log_probs(self):
         return self.sampler.selected.cpu(), None
 
+    def _router_record_bookkeeping(self) -> None:
+        """Into the routing cache, and not into Megatron's store."""
+        routing = self.inference_wrapped_model.inference_context.routing
+        if routing is not None:
+            routing.record(self.inference_wrapped_model.tp_group)
+
     def _dynamic_step_context_bookkeeping(self) -> dict:
         """Ends what sampled a stop token or is as long as asked for, and lets the context go on with the rest."""
         context = self.inference_wrapped_model.inference_context
         active = slice(context.paused_request_count, context.total_request_count)
         sampled = self._sampled_tokens_cuda[: active.stop - active.start].cpu()
         requests = context.request_ids[active].long()
-        goes_on = context.get_active_sequence_lengths() + 1 < context.get_max_sequence_lengths()
+        lengths = context.get_active_sequence_lengths()
+        goes_on = lengths + 1 < context.get_max_sequence_lengths()
         goes_on &= ~torch.isin(sampled, self._stop_ids)
         # A prompt that is not whole yet goes on whatever its last place predicted.
         goes_on |= requests == context.chunked_prefill_request_id
+        if context.routing is not None:
+            context.routing.end((~goes_on).nonzero().flatten() + active.start, lengths[~goes_on])
         updated = context.update_requests(goes_on.byte(), sampled.clone(), None)
         return {
             "active_request_ids": requests,

@@ -1,6 +1,6 @@
 """One GRPO step on a batch of rollouts: frozen log-probabilities first, then the updates."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class Scored:
 
     trainer: list[Tensor]
     reference: list[Tensor] | None
+    metrics: dict[str, float]
+    """Over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,18 @@ class PolicyStep:
 
     def score(self, samples: list[Sample]) -> Scored:
         """Log-probabilities under the weights that sampled, and under the reference policy where its weight
-        is not 0."""
+        is not 0.
+
+        The policy's experts are those of the rollouts, where these have them.  The reference policy's own router
+        chooses: it is a distribution of its own, and was never sampled from; sent along another policy's way it would
+        be one that nobody asked to stay close to, and would change with what the policy's router learns."""
         rows = self._pack(samples)
-        trainer = self._scored(rows)
+        trainer, rerouted = self._scored(rows), self._trainer.rerouted()
+        metrics = {} if rerouted is None else {"mismatch/routing": rerouted}
         if self._reference is None:
-            return Scored(trainer, None)
+            return Scored(trainer, None, metrics)
         with self._reference.swapped_in():
-            return Scored(trainer, self._scored(rows))
+            return Scored(trainer, self._scored([replace(row, routing_indices=None) for row in rows]), metrics)
 
     def _scored(self, rows: list[PackedRow]) -> list[Tensor]:
         return list(by_member(rows, self._trainer.score(rows)).values())

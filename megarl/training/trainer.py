@@ -16,6 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megarl.models.router_replay import RowReplay
 from megarl.packing.rows import PackedRow, idle_row
 from megarl.parallel import context as cp
 from megarl.parallel import experts
@@ -59,6 +60,7 @@ class Trainer:
         self._config = model.config
         self._device = next(model.parameters()).device
         self._temperature, self._chunk = temperature, log_prob_chunk
+        self._replay = RowReplay(model)
         self._ddp = DistributedDataParallel(
             model.config,
             DistributedDataParallelConfig(
@@ -110,10 +112,15 @@ class Trainer:
         `[completion tokens]` per row, on the CPU."""
         training = self._ddp.training
         self._ddp.eval()
+        self._replay.begin_comparing()
         try:
             return self._run(rows, lambda row, output: output[0].cpu(), forward_only=True)
         finally:
             self._ddp.train(training)
+
+    def rerouted(self) -> float | None:
+        """Of the last `score`, over all ranks: see `megarl.models.router_replay.RowReplay.rerouted`.  Collective."""
+        return self._replay.rerouted()
 
     def update(self, rows: Sequence[PackedRow], loss: Callable[[PackedRow, Tensor, Tensor], tuple[Tensor, Tensor]]):
         """One optimizer step on the rows of this rank.
@@ -179,16 +186,19 @@ class Trainer:
             _, counts = predictors_here(row.predictors, row.ids.numel() // cp.group().size())
             return loss, torch.tensor(counts[cp.group().rank()], dtype=torch.int, device=self._device), sums
 
-        results = self._forward_backward(
-            forward_step_func=forward_step,
-            data_iterator=iter([*rows, *idle]),
-            model=self._ddp,
-            num_microbatches=len(rows) + len(idle),
-            seq_length=0,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
+        try:
+            results = self._forward_backward(
+                forward_step_func=forward_step,
+                data_iterator=iter([*rows, *idle]),
+                model=self._ddp,
+                num_microbatches=len(rows) + len(idle),
+                seq_length=0,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+        finally:
+            self._replay.begin(None)
         return results[: len(rows)]
 
     def _forward(self, row: PackedRow) -> Tensor:
@@ -199,6 +209,8 @@ class Trainer:
         if row.items:
             pixels = torch.cat([i.pixels for i in row.items])  # on the CPU: a rank may need a part of them only
             grids = torch.tensor([i.grid for i in row.items])
+        routing = row.routing_indices
+        self._replay.begin(None if routing is None else routing.to(self._device))
         return self._ddp(
             ids=row.ids.to(self._device),
             positions=row.positions.to(self._device),

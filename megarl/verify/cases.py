@@ -40,6 +40,8 @@ class Case:
     """float32 `[n]`: log-probabilities that the engine sampled with."""
     advantage: float
     """Made up, in [-1, 1]: rewards of an untrained policy may all be equal, and then nothing has a gradient."""
+    routing_indices: Tensor | None = None
+    """As in `megarl.rollout.engine.Rollout`."""
 
     @property
     def modality(self) -> str:

@@ -20,7 +20,7 @@ from megarl.models.hf_config import family_of
 from megarl.options import engine_options, media_options, model_options, rl_optimizer, step_options
 from megarl.packing.rows import PackedRow, TokenSequence, by_member, pack
 from megarl.recipe import Recipe
-from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.engine import Rollout, RolloutEngine
 from megarl.rollout.sampling import SamplingOptions
 from megarl.rollout.spread import generate_spread
 from megarl.run import draw_key
@@ -43,7 +43,7 @@ class Training:
     def rows(self, cases: Mapping[int, Case], packed: bool = True) -> list[PackedRow]:
         """Rows as the run packs them, or one case a row; `members` are places in the list of all cases."""
         places = list(cases)
-        sequences = [TokenSequence(case.prompt, case.completion) for case in cases.values()]
+        sequences = [TokenSequence(case.prompt, case.completion, case.routing_indices) for case in cases.values()]
         merge_size = self.policy.model.merge_size
         parts = [sequences] if packed else [[sequence] for sequence in sequences]
         rows = [row for part in parts for row in pack(part, self.tokens_per_row, merge_size, row_multiple())]
@@ -123,20 +123,14 @@ class Job:
         keys = [draw_key(self.recipe.seed, "verify", time, place) for place in mine]
         prompts = [self._prompts[place] for place in mine]
         groups = generate_spread(self.engine, prompts, self._sampling, self._rollouts, keys)
-        sampled = {
-            place: [(rollout.ids, rollout.log_probs) for rollout in group]
-            for place, group in zip(mine, groups, strict=True)
-        }
+        sampled = {place: [rollout.sampled() for rollout in group] for place, group in zip(mine, groups, strict=True)}
         everyone: dict[int, Any] = {}
         for part in gather(sampled, parallel_state.get_data_parallel_group()):
             everyone |= part
         count = len(self._prompts) * self._rollouts
         weights = iter(advantages(count))
-        cases = [
-            Case(prompt, ids, log_probs, next(weights))
-            for place, prompt in enumerate(self._prompts)
-            for ids, log_probs in everyone[place]
-        ]
+        rollouts = [Rollout(prompt, **one) for place, prompt in enumerate(self._prompts) for one in everyone[place]]
+        cases = [Case(r.prompt, r.ids, r.log_probs, next(weights), r.routing_indices) for r in rollouts]
         return cases * -(-self.dp_size // count)
 
     def share(self, cases: Sequence[Case]) -> dict[int, Case]:

@@ -1,5 +1,6 @@
 """Rows hold every token of every sequence once, in order, and say where it is."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -11,7 +12,7 @@ from megarl.media.item import EncodedPrompt, MediaItem
 from megarl.models.qwen3_vl.positions import mrope_positions
 from megarl.packing import rows
 from megarl.packing.cost import CostModel, StackCost
-from megarl.packing.rows import TokenSequence, pack
+from megarl.packing.rows import NOT_RECORDED, TokenSequence, pack
 
 MERGE, MEDIA = 2, 99
 COST = CostModel(StackCost(100, 10), StackCost(50, 5))
@@ -150,6 +151,21 @@ def test_padding_is_a_segment():
     assert row.ids[5:].tolist() == [0, 0, 0]
     assert row.positions[:, 5:].tolist() == [[0, 1, 2]] * 3
     assert row.predictors.tolist() == [2, 3]
+
+
+def test_routing_indices():
+    """At the tokens that they were recorded for; none at the last token of a sequence, in padding, and for a sequence
+    without a record."""
+    first, without, last = sequence([3], 2), sequence([2], 1), sequence([1], 1)
+    recorded = torch.arange(4 * 3 * 2).view(4, 3, 2).to(torch.uint8), torch.full((1, 3, 2), 255, dtype=torch.uint8)
+    first, last = (replace(s, routing_indices=r) for s, r in zip((first, last), recorded, strict=True))
+    (row,) = pack([first, without, last], 16, MERGE, multiple=8)
+    assert row.bounds == (0, 5, 8, 10, 16) and row.routing_indices.dtype is torch.int16
+    assert torch.equal(row.routing_indices[:4], recorded[0].to(torch.int16))
+    assert (row.routing_indices[4:8] == NOT_RECORDED).all()
+    assert (row.routing_indices[8] == 255).all() and (row.routing_indices[9:] == NOT_RECORDED).all()
+    (row,) = pack([without], 8, MERGE)
+    assert row.routing_indices is None
 
 
 def test_too_long():

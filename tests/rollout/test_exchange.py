@@ -31,7 +31,8 @@ def _exchange(prompts, lengths):
 
     def rollout(place, length, member):
         ids = torch.arange(length) + 1000 * place + 100 * member
-        return engine.Rollout(prompts[place], ids, -ids.float(), finished=bool(member))
+        routing = (ids[:, None, None] % 200).expand(-1, 3, 2).to(torch.uint8)
+        return engine.Rollout(prompts[place], ids, -ids.float(), bool(member), routing)
 
     groups = [[rollout(p, n, m) for m in range(2)] for p, n in zip(places, lengths[rank], strict=True)]
     stack = cost.StackCost(1000, 1)
@@ -43,14 +44,20 @@ def _exchange(prompts, lengths):
 
     kept, imbalance = exchange.balance(groups, places, MINIBATCHES, cost.CostModel(stack, stack), encode)
     return (
-        [[(r.ids.tolist(), r.log_probs.tolist(), r.finished, r.prompt.prompt.answer) for r in g] for g in kept],
+        [[_plain(rollout) for rollout in group] for group in kept],
         imbalance,
         encoded,
     )
 
 
+def _plain(rollout):
+    tensors = rollout.ids, rollout.log_probs, rollout.routing_indices
+    ids, log_probs, routing = (tensor.tolist() for tensor in tensors)
+    return ids, log_probs, rollout.finished, routing, rollout.prompt.prompt.answer
+
+
 def places_of(group):
-    ((ids, _, _, _), *_) = group
+    ((ids, *_), *_) = group
     return ids[0] // 1000
 
 
@@ -66,9 +73,10 @@ def check(answers, lengths):
             rank, j = divmod(place, per_rank)
             assert j // size == position // size  # its minibatch is what it was
             assert len(group) == 2
-            for member, (ids, log_probs, finished, answer) in enumerate(group):
+            for member, (ids, log_probs, finished, routing, answer) in enumerate(group):
                 assert ids == [1000 * place + 100 * member + i for i in range(lengths[rank][j])]
                 assert log_probs == [-float(i) for i in ids]
+                assert routing == [[[i % 200] * 2] * 3 for i in ids]
                 assert finished == bool(member) and answer == str(place)
             seen.append(place)
     return sorted(seen)
