@@ -63,6 +63,8 @@ class Memory:
     """Bytes on one rank."""
 
     weights: int
+    engine_weights: int
+    """Of the engine's own copy, where it has one."""
     gradients: int
     optimizer_state: int
     reference_snapshot: int
@@ -73,7 +75,8 @@ class Memory:
     @property
     def held(self) -> int:
         """Kept through both phases."""
-        return self.weights + self.gradients + self.optimizer_state + self.reference_snapshot + self.kv_cache
+        weights = self.weights + self.engine_weights + self.reference_snapshot
+        return weights + self.gradients + self.optimizer_state + self.kv_cache
 
     @property
     def rollout_peak(self) -> int:
@@ -143,7 +146,7 @@ def layer_activations(
 
 def kv_cache_blocks(recipe: Recipe, config: "PreTrainedConfig", dtype: str) -> int:
     """Blocks of the KV cache that requests can use on one rank; the engine keeps one more for padding."""
-    text, tensor_parallel = config.text_config, recipe.parallel.tensor_model_parallel_size
+    text, tensor_parallel = config.text_config, recipe.engine_parallel.tensor_model_parallel_size
     heads = max(1, text.num_key_value_heads // tensor_parallel)
     token = 2 * text.num_hidden_layers * heads * text.head_dim * ITEM_BYTES[dtype]
     return int(recipe.rollout.kv_cache_gb * GIB) // (token * recipe.rollout.block_size_tokens) - 1
@@ -174,7 +177,7 @@ def estimate_memory(
     sequence_parallel = recipe.parallel.sequence_parallel
     parallel = recipe.parallel
     expert_shard = parameters.experts // parallel.expert_parallel_size
-    shard = (parameters.total - parameters.experts) // tensor_parallel + expert_shard
+    shard, engine = _shard(parameters, parallel), recipe.engine_parallel
     trained_experts = 0 if "language" in recipe.model.freeze else parameters.experts
     trained = (parameters.trainable(recipe.model.freeze) - trained_experts) // tensor_parallel
     trained_expert_shard = expert_shard if trained_experts else 0
@@ -199,14 +202,29 @@ def estimate_memory(
 
     return Memory(
         weights=item * shard,
+        engine_weights=0 if rollout.parallel is None else item * _shard(parameters, engine),
         gradients=4 * trained,
         optimizer_state=state,
         reference_snapshot=item * trained if recipe.algorithm.kl_coefficient > 0 else 0,
         kv_cache=int(rollout.kv_cache_gb * GIB) + routing_cache(recipe, config, dtype),
-        activations_rollout=4 * rollout.max_requests * vocabulary
-        + layer_activations(language, rollout.max_tokens_per_step, item, tensor_parallel, sequence_parallel),
+        activations_rollout=4
+        * rollout.max_requests
+        * (config.text_config.vocab_size // engine.tensor_model_parallel_size)
+        + layer_activations(
+            language,
+            rollout.max_tokens_per_step,
+            item,
+            engine.tensor_model_parallel_size,
+            engine.sequence_parallel,
+        ),
         activations_training=activations,
     )
+
+
+def _shard(parameters: ParameterCount, parallel: ParallelSection) -> int:
+    """Parameters on one rank."""
+    whole = (parameters.total - parameters.experts) // parallel.tensor_model_parallel_size
+    return whole + parameters.experts // parallel.expert_parallel_size
 
 
 def check_kv_cache(recipe: Recipe, config: "PreTrainedConfig", dtype: str) -> None:
@@ -253,6 +271,9 @@ def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":
     check_ring(config, recipe.parallel.cp_comm_type)
     check_experts(config, recipe.parallel)
     check_router_replay(config, recipe.algorithm.router_replay)
+    if recipe.rollout.parallel is not None:
+        check_heads(config, recipe.engine_parallel.tensor_model_parallel_size, recipe.engines_key)
+        check_experts(config, recipe.engine_parallel, recipe.engines_key)
     for dtype in dtypes(recipe):
         check_kv_cache(recipe, config, dtype)
     return config
@@ -280,6 +301,7 @@ def report(recipe: Recipe, world_size: int) -> str:
     updates = algorithm.updates_per_step
     lines = [
         f"processes    {world_size} = tensor parallel {tensor_parallel} x data parallel {data_parallel}",
+        *_engines(recipe, world_size),
         f"a step       {rollouts:,} rollouts (prompts {prompts} x group {group})",
         f"             {updates} updates (epochs {algorithm.epochs} x minibatches {algorithm.minibatches})",
         f"             at most {rollouts * rollout.max_new_tokens:,} tokens generated, "
@@ -294,6 +316,7 @@ def report(recipe: Recipe, world_size: int) -> str:
     ]
     for title, field in (
         ("weights", "weights"),
+        *[("weights of the engine", "engine_weights")] * (rollout.parallel is not None),
         ("gradients", "gradients"),
         ("optimizer state", "optimizer_state"),
         ("reference snapshot", "reference_snapshot"),
@@ -305,6 +328,14 @@ def report(recipe: Recipe, world_size: int) -> str:
     ):
         lines.append(f"{title:<24}" + "".join(f"{getattr(memory, field) / GIB:>12.3f}" for memory in memories))
     return "\n".join(lines)
+
+
+def _engines(recipe: Recipe, world_size: int) -> list[str]:
+    """Where they have a layout of their own."""
+    if recipe.rollout.parallel is None:
+        return []
+    size = recipe.engine_parallel.tensor_model_parallel_size
+    return [f"rollouts     {world_size // size} engines of tensor parallel {size}; weights resharded after each step"]
 
 
 def _experts(config: "PreTrainedConfig", parallel: ParallelSection) -> list[str]:

@@ -22,6 +22,13 @@ class UserError(Exception):
     """
 
 
+class CheckFailed(Exception):
+    """A check that the recipe asked for found the run's own state wrong.  The message is one line that names what.
+
+    Commands print it on rank 0 and exit with code 1; no traceback.
+    """
+
+
 class MediaError(ValueError):
     """A media item that cannot become features.  One line: its name (`MediaSource.name`) and the reason."""
 

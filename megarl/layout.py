@@ -10,21 +10,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def check_heads(config: "PreTrainedConfig", tensor_parallel: int) -> None:
-    """Refuses attention heads that do not divide over the tensor-parallel ranks, as Megatron would."""
+def check_heads(config: "PreTrainedConfig", tensor_parallel: int, section: str = "parallel") -> None:
+    """Refuses attention heads that do not divide over the tensor-parallel ranks, as Megatron would.  `section` of the
+    recipe asks for them."""
     text, vision = config.text_config, config.vision_config
+    asked = f"{section}.tensor_model_parallel_size = {tensor_parallel}"
     for key, heads in (
         ("text_config.num_attention_heads", text.num_attention_heads),
         ("vision_config.num_heads", vision.num_heads),
     ):
         if heads % tensor_parallel:
-            raise UserError(f"parallel.tensor_model_parallel_size = {tensor_parallel}: should divide {key} = {heads}")
+            raise UserError(f"{asked}: should divide {key} = {heads}")
     groups = text.num_key_value_heads
     if groups % tensor_parallel and tensor_parallel % groups:
-        raise UserError(
-            f"parallel.tensor_model_parallel_size = {tensor_parallel}: should divide, or be a multiple of, "
-            f"text_config.num_key_value_heads = {groups}"
-        )
+        raise UserError(f"{asked}: should divide, or be a multiple of, text_config.num_key_value_heads = {groups}")
 
 
 def check_context(config: "PreTrainedConfig", tensor_parallel: int, context_parallel: int) -> None:
@@ -55,8 +54,9 @@ def check_router_replay(config: "PreTrainedConfig", router_replay: bool) -> None
         raise UserError(f"algorithm.router_replay = True: should be false, since a {config.model_type} has no experts")
 
 
-def check_experts(config: "PreTrainedConfig", parallel: ParallelSection) -> None:
-    """Refuses experts that do not divide over the ranks, or that are not there."""
+def check_experts(config: "PreTrainedConfig", parallel: ParallelSection, section: str = "parallel") -> None:
+    """Refuses experts that do not divide over the ranks, or that are not there.  `section` of the recipe is
+    `parallel`."""
     text = config.text_config
     experts = getattr(text, "num_experts", None)
     shared = {
@@ -66,11 +66,11 @@ def check_experts(config: "PreTrainedConfig", parallel: ParallelSection) -> None
     for name, (key, value) in shared.items():
         ranks = getattr(parallel, name)
         if not experts and ranks > 1:
-            raise UserError(f"parallel.{name} = {ranks}: should be 1, since a {config.model_type} has no experts")
+            raise UserError(f"{section}.{name} = {ranks}: should be 1, since a {config.model_type} has no experts")
         if experts and value % ranks:
-            raise UserError(f"parallel.{name} = {ranks}: should divide text_config.{key} = {value}")
+            raise UserError(f"{section}.{name} = {ranks}: should divide text_config.{key} = {value}")
     if experts and parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         raise UserError(
-            "parallel.sequence_parallel = False: should be true where a mixture of experts has "
-            f"parallel.tensor_model_parallel_size = {parallel.tensor_model_parallel_size}"
+            f"{section}.sequence_parallel = False: should be true where a mixture of experts has "
+            f"{section}.tensor_model_parallel_size = {parallel.tensor_model_parallel_size}"
         )

@@ -1,5 +1,7 @@
 """From a recipe's sections to the options of each room, which knows no recipe."""
 
+from dataclasses import replace
+
 import torch
 
 from megarl.algorithms.objective import ObjectiveOptions
@@ -36,8 +38,23 @@ def model_options(recipe: Recipe) -> ModelOptions:
         sequence_parallel=recipe.parallel.sequence_parallel,
         recompute=recipe.training.recompute == "full",
         freeze=tuple(recipe.model.freeze),
-        cuda_graphs=cuda_graphs(recipe),
+        cuda_graphs=cuda_graphs(recipe) and recipe.rollout.parallel is None,
         router_replay=recipe.algorithm.router_replay,
+    )
+
+
+def engine_model_options(recipe: Recipe) -> ModelOptions:
+    """How the engine's own copy of the model is built, where it has a layout of its own."""
+    parallel = recipe.engine_parallel
+    return replace(
+        model_options(recipe),
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        context_parallel_size=1,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        recompute=False,
+        cuda_graphs=cuda_graphs(recipe),
     )
 
 

@@ -222,6 +222,17 @@ class WarmupSection(Section):
     """Targets: the ground truth, or drawn from the training answers of the same source: teaches the format only."""
 
 
+class RolloutParallelSection(Section):
+    tensor_model_parallel_size: PositiveInt = 1
+    """Ranks of an engine; they share the weights of each layer."""
+    sequence_parallel: bool = False
+    """Split norms and residuals by tokens over the tensor-parallel ranks."""
+    expert_model_parallel_size: PositiveInt = 1
+    """Ranks that share the experts of a layer, each of them with requests of its own."""
+    expert_tensor_parallel_size: PositiveInt = 1
+    """Ranks that share the weights of each expert."""
+
+
 class RolloutSection(Section):
     max_new_tokens: PositiveInt
     """Longest answer in tokens, its end token included."""
@@ -251,6 +262,11 @@ class RolloutSection(Section):
     """Patches that go through the vision tower at once; a larger video is cut between its frames."""
     cuda_graphs: bool = True
     """Replay the engine's steps as CUDA graphs; ignored without a GPU."""
+    parallel: RolloutParallelSection | None = None
+    """A layout of the engines' own: the weights are held twice and resharded after each step; null: engines and
+    trainer share one set of weights."""
+    verify_sync: bool = False
+    """Compare every tensor of the engines with the trainer's after each step, and end the run where one differs."""
 
     @property
     def scoring_temperature(self) -> float:
@@ -342,6 +358,18 @@ class Recipe(Section):
     """When the state of the run is saved."""
     observe: ObserveSection = ObserveSection()
     """What the run shows of itself."""
+
+    @property
+    def engines_key(self) -> str:
+        """The section that says how the engines share the model."""
+        return "parallel" if self.rollout.parallel is None else "rollout.parallel"
+
+    @property
+    def engine_parallel(self) -> ParallelSection:
+        """The layout of the engines.  Context-parallel ranks are engines of their own."""
+        if self.rollout.parallel is None:
+            return self.parallel.model_copy(update={"context_parallel_size": 1})
+        return ParallelSection(**self.rollout.parallel.model_dump())
 
     @property
     def total_updates(self) -> int:
@@ -444,10 +472,11 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         "sequence parallelism needs a tensor parallel size above 1",
     )
     yield (
-        r.rollout.max_requests % tensor_parallel > 0,
-        "rollout.max_requests parallel.tensor_model_parallel_size",
+        r.rollout.max_requests % r.engine_parallel.tensor_model_parallel_size > 0,
+        f"rollout.max_requests {r.engines_key}.tensor_model_parallel_size",
         "should be a multiple of the tensor parallel size",
     )
+    yield from _engine_conflicts(r)
     yield (
         r.training.tokens_per_row % (tensor_parallel * r.parallel.context_parallel_size) > 0,
         "training.tokens_per_row parallel.tensor_model_parallel_size parallel.context_parallel_size",
@@ -514,6 +543,31 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
     )
 
 
+def _engine_conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
+    """Of a layout of the engines' own."""
+    if r.rollout.parallel is None:
+        return
+    sizes = [f"{size}_parallel_size" for size in ("tensor_model", "expert_model", "expert_tensor")]
+    engine, same_rows = r.rollout.parallel, r.parallel.tensor_model_parallel_size * r.parallel.context_parallel_size
+    yield (
+        engine.sequence_parallel and engine.tensor_model_parallel_size == 1,
+        "rollout.parallel.sequence_parallel rollout.parallel.tensor_model_parallel_size",
+        "sequence parallelism needs a tensor parallel size above 1",
+    )
+    yield (
+        all(getattr(engine, size) == getattr(r.parallel, size) for size in sizes),
+        " ".join(f"rollout.parallel.{size}" for size in sizes),
+        "the trainer's layout already: set rollout.parallel = null, and engines and trainer share one set of weights",
+    )
+    largest, smallest = sorted((engine.tensor_model_parallel_size, same_rows), reverse=True)
+    yield (
+        largest % smallest > 0,
+        "rollout.parallel.tensor_model_parallel_size",
+        f"should divide, or be a multiple of, the {same_rows} ranks that train on the same rows "
+        "(parallel.tensor_model_parallel_size x parallel.context_parallel_size)",
+    )
+
+
 def check_world(recipe: Recipe, world_size: int) -> None:
     """Refuses a number of processes over which the work of the recipe does not divide.
 
@@ -525,7 +579,13 @@ def check_world(recipe: Recipe, world_size: int) -> None:
     if world_size % recipe.parallel.model_parallel_size:
         keys = _settings(recipe, "parallel.tensor_model_parallel_size", "parallel.context_parallel_size")
         raise UserError(f"{keys}: their product should divide the world size, which is {world_size}")
-    _check_expert_ranks(recipe, world_size)
+    _check_expert_ranks(recipe, "parallel", recipe.parallel, world_size)
+    if recipe.rollout.parallel is not None:
+        engine = recipe.engine_parallel
+        if world_size % engine.tensor_model_parallel_size:
+            keys = _settings(recipe, "rollout.parallel.tensor_model_parallel_size")
+            raise UserError(f"{keys}: should divide the world size, which is {world_size}")
+        _check_expert_ranks(recipe, "rollout.parallel", engine, world_size)
     data_parallel = recipe.parallel.data_parallel_size(world_size)
     if recipe.algorithm.prompts_per_step % (recipe.algorithm.minibatches * data_parallel):
         keys = _settings(recipe, "algorithm.prompts_per_step", "algorithm.minibatches")
@@ -535,9 +595,9 @@ def check_world(recipe: Recipe, world_size: int) -> None:
         raise UserError(f"{keys}: should be a multiple of the data parallel size, which is {data_parallel}")
 
 
-def _check_expert_ranks(recipe: Recipe, world_size: int) -> None:
-    shared, same = recipe.parallel.expert_parallel_size, recipe.parallel.model_parallel_size
-    expert = "parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size"
+def _check_expert_ranks(recipe: Recipe, section: str, parallel: ParallelSection, world_size: int) -> None:
+    shared, same = parallel.expert_parallel_size, parallel.model_parallel_size
+    expert = f"{section}.expert_model_parallel_size", f"{section}.expert_tensor_parallel_size"
     if world_size % shared:
         raise UserError(
             f"{_settings(recipe, *expert)}: their product should divide the world size, which is {world_size}"

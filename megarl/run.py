@@ -26,17 +26,32 @@ from megarl.environments.score import Environment
 from megarl.errors import MediaError, PromptError, UserError
 from megarl.media.encoder import Encoder, fingerprint
 from megarl.media.item import EncodedPrompt
-from megarl.models.build import Policy, load_policy
+from megarl.models.build import Policy, empty_copy, load_policy
 from megarl.models.hf_config import family_of
-from megarl.options import engine_options, environment_of, media_options, model_options
+from megarl.options import engine_model_options, engine_options, environment_of, media_options, model_options
 from megarl.packing.cost import CostModel, StackCost
 from megarl.packing.rows import TokenSequence
+from megarl.parallel.engines import resharded_groups, shared_groups
 from megarl.recipe import Recipe
 from megarl.rollout.engine import Rollout, RolloutEngine
 from megarl.rollout.exchange import balance
+from megarl.rollout.sync import ReshardedWeights, SharedWeights, WeightSync
 from megarl.startup import load_processor, prepare_checkpoint, processor_identity, stop_tokens
 from megarl.training import checkpoint
 from megarl.training.trainer import Trainer
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The policy, and who works with its weights."""
+
+    policy: Policy
+    trainer: Trainer
+    engine: RolloutEngine
+    sync: WeightSync
+    """From trainer to engine."""
+    data_parallel_ranks: range
+    """Of the trainer, whose prompts this rank's engine and its peers sample."""
 
 
 @dataclass(eq=False)
@@ -44,9 +59,7 @@ class Run:
     recipe: Recipe
     folder: Path
     processor: Any
-    policy: Policy
-    trainer: Trainer
-    engine: RolloutEngine
+    parts: Parts
     encoder: Encoder
     environment: Environment
     train_prompts: PromptSet
@@ -56,9 +69,8 @@ class Run:
     def __post_init__(self):
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
-        # In rollouts context-parallel ranks, which train on the same rows, are engines of their own.
-        self.engine_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        self.engine_count = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        self.policy, self.trainer = self.parts.policy, self.parts.trainer
+        self.engine, self.sync = self.parts.engine, self.parts.sync
         self._sampler = PromptSampler(self.train_prompts, self.recipe.seed)
         self.imbalance = 1.0
         """Of the last step: the largest training cost of a data-parallel rank over the mean."""
@@ -80,23 +92,27 @@ class Run:
         return self.policy.model.merge_size
 
     def step_prompts(self, step: int) -> tuple[list[EncodedPrompt], list[int]]:
-        """This rank's prompts of an RL step, from 1, and the keys of their draws."""
-        mine = self._step_share(step)
+        """The prompts of an RL step, from 1, that this rank's engine and its peers sample, and the keys of their
+        draws."""
+        mine = self._sampled_here(step)
         keys = [draw_key(self.recipe.seed, "train", step, place) for place, _ in mine]
         encoded = self._encode([index for _, index in mine])
         self.prefetch_step(step + 1)
         return encoded, keys
 
     def prefetch_step(self, step: int) -> None:
-        """Begins to prepare the media of this rank's share of an RL step, if there is such a step."""
+        """Begins to prepare the media of the prompts that are sampled here, if there is such a step."""
         if step <= self.recipe.steps:
-            self.encoder.prefetch([self.train_prompts[index] for _, index in self._step_share(step)])
+            self.encoder.prefetch([self.train_prompts[index] for _, index in self._sampled_here(step)])
 
     def balance(self, step: int, groups: list[list[Rollout]]) -> list[list[Rollout]]:
-        """The groups that this rank trains on: the same minibatches, of even cost over the data-parallel ranks."""
+        """The groups that this rank trains on, of those that were sampled here for `step_prompts`: the same
+        minibatches, of even cost over the data-parallel ranks."""
         algorithm = self.recipe.algorithm
         indices = self._sampler.indices(step - 1, algorithm.prompts_per_step)
-        places = [place for place, _ in self._step_share(step)]
+        places = [place for place, _ in self._step_share(step, self.dp_rank)]
+        first = self.parts.data_parallel_ranks.index(self.dp_rank) * len(places)
+        groups = groups[first : first + len(places)]
         groups, self.imbalance = balance(
             groups,
             places,
@@ -106,14 +122,18 @@ class Run:
         )
         return groups
 
-    def _step_share(self, step: int) -> list[tuple[int, int]]:
-        """This rank's part of an RL step, places in the batch and the prompts' indices: an equal share of each
-        minibatch, so that minibatches are the same under any layout."""
+    def _sampled_here(self, step: int) -> list[tuple[int, int]]:
+        """The shares of one data-parallel rank after another."""
+        return [one for rank in self.parts.data_parallel_ranks for one in self._step_share(step, rank)]
+
+    def _step_share(self, step: int, dp_rank: int) -> list[tuple[int, int]]:
+        """A data-parallel rank's part of an RL step, places in the batch and the prompts' indices: an equal share of
+        each minibatch, so that minibatches are the same under any layout."""
         algorithm = self.recipe.algorithm
         batch = list(enumerate(self._sampler.indices(step - 1, algorithm.prompts_per_step)))
         size = len(batch) // algorithm.minibatches
         minibatches = [batch[start : start + size] for start in range(0, len(batch), size)]
-        return [one for minibatch in minibatches for one in shard(minibatch, self.dp_rank, self.dp_size)]
+        return [one for minibatch in minibatches for one in shard(minibatch, dp_rank, self.dp_size)]
 
     def _encode(self, indices: Sequence[int]) -> list[EncodedPrompt]:
         """Training prompts by index.
@@ -179,25 +199,26 @@ def build_run(recipe: Recipe, folder: Path, ranks: Ranks) -> Run:
     if recipe.warmup:
         _refuse_long_answers(recipe, processor.tokenizer, train_prompts)
     test_prompts = _load_prompts(recipe, folder, "test", encoder, identity, ranks)[: recipe.evaluation.max_prompts]
-    policy = load_policy(initial, model_options(recipe))
-    # One module for both.  The trainer first: its DDP moves the weights into its buffers, and what the engine
-    # captures in CUDA graphs are addresses.
+    parts = build_parts(recipe, initial)
+    return Run(recipe, folder, processor, parts, encoder, environment_of(recipe), train_prompts, test_prompts, stop_ids)
+
+
+def build_parts(recipe: Recipe, checkpoint: Path) -> Parts:
+    """The policy from its Hugging Face folder, trainer and engine, whose weights are the same.  Collective."""
+    policy = load_policy(checkpoint, model_options(recipe))
+    # The trainer first: its DDP moves the weights into its buffers, and what the engine captures in CUDA graphs are
+    # addresses.
     trainer = Trainer(policy.model, recipe.rollout.scoring_temperature, recipe.training.log_prob_chunk)
-    engine = RolloutEngine(policy.model, engine_options(recipe))
-    environment = environment_of(recipe)
-    return Run(
-        recipe,
-        folder,
-        processor,
-        policy,
-        trainer,
-        engine,
-        encoder,
-        environment,
-        train_prompts,
-        test_prompts,
-        stop_ids,
-    )
+    sampled, groups, sync = policy.model, shared_groups(), SharedWeights
+    if recipe.rollout.parallel is not None:
+        options = engine_model_options(recipe)
+        groups = resharded_groups(
+            options.tensor_model_parallel_size, options.expert_model_parallel_size, options.expert_tensor_parallel_size
+        )
+        sampled, sync = empty_copy(policy, checkpoint, options, groups.model), ReshardedWeights
+    engine = RolloutEngine(sampled, engine_options(recipe), groups.peers)
+    weight_sync = sync(engine, policy.model, recipe.rollout.verify_sync)
+    return Parts(policy, trainer, engine, weight_sync, groups.data_parallel_ranks)
 
 
 def _load_prompts(recipe: Recipe, folder: Path, split: str, encoder: Encoder, identity: str, ranks: Ranks) -> PromptSet:

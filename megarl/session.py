@@ -84,7 +84,7 @@ class Session:
             self._begin_rl()
         if newest:
             checkpoint.load(newest, self.run.trainer)
-            self.run.engine.weights_changed()
+            self.run.sync()
 
     def _begin_rl(self) -> None:
         """A fresh optimizer, and the reference policy: the weights that RL began with."""
@@ -92,7 +92,7 @@ class Session:
         if self._recipe.algorithm.kl_coefficient:
             if self._reference_folder.exists():
                 checkpoint.load_weights(self._reference_folder, run.trainer)
-                run.engine.weights_changed()
+                run.sync()
             else:
                 checkpoint.save_weights(self._reference_folder, run.trainer)
             reference = ReferencePolicy(run.policy.model)
@@ -108,11 +108,11 @@ class Session:
             sequences = run.warmup_sequences(step)
             tokens_per_row = self._recipe.training.tokens_per_row
             loss = supervised_update(run.trainer, sequences, tokens_per_row, run.merge_size, run.cost)
-            run.engine.weights_changed()
             self._step = step
             self._progress.phase("warm-up", step, warmup.steps, loss=loss)
             if stop.agreed():
                 return self._stop()
+        run.sync()
         self._phase, self._step = _RL, 0
         self._begin_rl()
 
@@ -152,6 +152,7 @@ class Session:
             "media/feature_bytes_peak": self.run.engine.features.peak_bytes,
             **self.run.encoder.metrics(),
             "rollout/imbalance": self.run.imbalance,
+            "sync/bytes": self.run.sync.bytes,
         }
         self._save_rollouts(step, batch, scored)
         self._progress.step(step, values)

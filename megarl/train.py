@@ -33,7 +33,8 @@ def train(arguments: list[str]) -> None:
                 scored = session.policy_step.score(batch.samples)
             with timer("train"):
                 learned = session.policy_step.update(batch.samples, scored)
-            run.engine.weights_changed()
+            with timer("sync"):
+                run.sync()
             session.report(step, batch, scored, learned)
         session.finish()
 

@@ -5,10 +5,13 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 
-from megarl.models.build import ModelOptions, Policy, load_policy
+from megarl.models.build import ModelOptions, Policy, empty_copy, load_policy
 from megarl.packing.rows import PackedRow, TokenSequence, by_member, pack
+from megarl.parallel.engines import resharded_groups, shared_groups
 from megarl.rollout.engine import EngineOptions, RolloutEngine
 from megarl.rollout.sampling import SamplingOptions
+from megarl.rollout.sync import ReshardedWeights, SharedWeights
+from megarl.run import Parts
 from megarl.training.trainer import OptimizerOptions, Trainer, row_multiple
 from megarl.verify.gradients import named_gradients
 from tests import tiny
@@ -28,7 +31,7 @@ def policy(checkpoint: Path, **options) -> Policy:
     return load_policy(checkpoint, ModelOptions(torch.float32, **sizes, **options))
 
 
-def engine(model, **options) -> RolloutEngine:
+def engine(model, peers=None, **options) -> RolloutEngine:
     """16 requests at a time, KV blocks of 16 tokens; steps of 1,024 tokens, so that no prompt is split."""
     defaults = dict(
         max_requests=16,
@@ -39,7 +42,25 @@ def engine(model, **options) -> RolloutEngine:
         enable_prefix_caching=False,
         enable_chunked_prefill=False,
     )
-    return RolloutEngine(model, EngineOptions(**{**defaults, **options}))
+    return RolloutEngine(model, EngineOptions(**{**defaults, **options}), peers)
+
+
+def parts(checkpoint: Path, layout, engines=None, verify_sync: bool = True, **options) -> Parts:
+    """As a run builds them, its trainer begun; the engine in the layout of the job, or of `engines`."""
+    built = policy(checkpoint, sequence_parallel=layout.sequence_parallel)
+    training = trainer(built.model)
+    sampled, groups, kind = built.model, shared_groups(), SharedWeights
+    if engines is not None:
+        sizes = engines.tensor_parallel, engines.expert_parallel, engines.expert_tensor_parallel
+        groups, kind = resharded_groups(*sizes), ReshardedWeights
+        names = "tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
+        sizes = dict(zip(names, sizes, strict=True))
+        settings = ModelOptions(torch.float32, sequence_parallel=engines.sequence_parallel, **sizes)
+        sampled = empty_copy(built, checkpoint, settings, groups.model)
+    sampling_engine = engine(sampled, peers=groups.peers, **options)
+    return Parts(
+        built, training, sampling_engine, kind(sampling_engine, built.model, verify_sync), groups.data_parallel_ranks
+    )
 
 
 def sampling(max_new_tokens: int = 10, stop_ids: tuple[int, ...] = STOP, **options) -> SamplingOptions:

@@ -10,6 +10,7 @@ import megarl.platform.prepare  # noqa: F401
 import torch
 import torch.distributed as dist
 from megatron.bridge import AutoBridge
+from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors.torch import save_file
 
 from megarl.models.hf_config import family_of
@@ -54,17 +55,32 @@ def load_policy(folder: Path, options: ModelOptions) -> Policy:
     Raises:
         UserError: no checkpoint there, or a family that megarl does not know.
     """
-    family = family_of(folder)
     bridge = AutoBridge.from_hf_pretrained(folder)
-    config = _megatron_config(bridge, options)
-    model = family.load("model")(config).to("cuda" if kernels().gpu else "cpu", options.dtype)
-    if options.router_replay:
-        install(model)
+    model = _model(folder, bridge, options)
     bridge.load_hf_weights([model])
     if options.freeze:
         frozen = {part: part in options.freeze for part in ("language", "vision", "projector")}
         model.freeze(frozen["language"], frozen["vision"], frozen["projector"])
     return Policy(model, bridge)
+
+
+def empty_copy(policy: Policy, folder: Path, options: ModelOptions, groups: ProcessGroupCollection) -> torch.nn.Module:
+    """This rank's shard of the same model in another layout, for inference.  Its weights are memory as it was found:
+    who asks for it fills it (`megarl.rollout.sync`).
+
+    Args:
+        folder: that `policy` was loaded from.
+        options: with the sizes of `groups`.
+    """
+    return _model(folder, policy.bridge, options, groups).requires_grad_(False).eval()
+
+
+def _model(folder: Path, bridge: AutoBridge, options: ModelOptions, groups: ProcessGroupCollection | None = None):
+    model = family_of(folder).load("model")(_megatron_config(bridge, options), groups)
+    model = model.to("cuda" if kernels().gpu else "cpu", options.dtype)
+    if options.router_replay:
+        install(model)
+    return model
 
 
 def _megatron_config(bridge: AutoBridge, options: ModelOptions):

@@ -14,7 +14,7 @@ class Family:
     architecture: str
     """Likewise: the class in transformers whose weights it has."""
     model: str
-    """The model's class; constructed with Bridge's finalised provider."""
+    """The model's class; constructed with Bridge's finalised provider and the process groups of its layout."""
     positions: str
     """Rotary positions of a prompt with media, a `megarl.media.expand.PositionRule`."""
 

@@ -6,20 +6,14 @@ all are done, or the others wait for it for ever.
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megarl.platform.kernels import kernels
 
 
-def group() -> dist.ProcessGroup:
-    """The expert-parallel group of this rank; of one rank where there is no expert parallelism."""
-    return parallel_state.get_expert_model_parallel_group()
-
-
-def most(value: int) -> int:
-    """The largest of the group's values.  Collective."""
-    if group().size() == 1:
+def most(value: int, group: dist.ProcessGroup) -> int:
+    """The largest value of the ranks in `group`, which share experts of one module.  Collective."""
+    if group.size() == 1:
         return value
     largest = torch.tensor(value, device="cuda" if kernels().gpu else "cpu")
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group())
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return int(largest)

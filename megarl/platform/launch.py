@@ -1,9 +1,9 @@
 """The life of a rank: process group, threads, seeds, signals, and how a failure ends all ranks.
 
 `command` wraps the body of a `python -m megarl.*` command.  A user's mistake is one line on rank 0 and exit
-code 2; a bug is its traceback on the rank it happened on and exit code 1.  The first rank that fails says so
-in torchrun's store, where a thread of every other rank sees it within a second, so that none of them waits
-in a collective for a peer that is gone.
+code 2, a check that failed one line and exit code 1; a bug is its traceback on the rank it happened on and
+exit code 1.  The first rank that fails says so in torchrun's store, where a thread of every other rank sees
+it within a second, so that none of them waits in a collective for a peer that is gone.
 """
 
 import gc
@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megarl.errors import UserError
+from megarl.errors import CheckFailed, UserError
 from megarl.platform.kernels import kernels
 
 USER_ERROR, BUG = 2, 1
@@ -44,13 +44,14 @@ def command(body: Callable[[list[str]], None], arguments: list[str]) -> int:
     watch = _FailureWatch()
     try:
         body(arguments)
-    except UserError as error:
-        watch.announce(USER_ERROR, str(error))
+    except (UserError, CheckFailed) as error:
+        code = USER_ERROR if isinstance(error, UserError) else BUG
+        watch.announce(code, str(error))
         if rank() == 0:
             print(f"megarl: error: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(4 * _POLL_SECONDS)  # rank 0 prints it, from its own failure or from ours
-        return USER_ERROR
+        return code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:

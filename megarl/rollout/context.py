@@ -25,6 +25,13 @@ class MediaContext(DynamicInferenceContext):
     """None where nobody asks for the experts of a token."""
     _angles_of: Tensor | None = None
 
+    # Megatron would ask its globals, which know the trainer's tensor-parallel size.
+    def round_up_tokens(self, value, tp_size=None):
+        return super().round_up_tokens(value, tp_size or self.config.pg_collection.tp.size())
+
+    def round_up_requests(self, value, tp_size=None):
+        return super().round_up_requests(value, tp_size or self.config.pg_collection.tp.size())
+
     def step_tokens(self) -> tuple[Tensor, Tensor]:
         """Request ids and places in their requests of the step's tokens, both int64 `[tokens]` on the CPU."""
         n = self.active_token_count

@@ -1,4 +1,4 @@
-"""Prompts in, rollouts out: Megatron's dynamic inference engine over the weights that are being trained."""
+"""Prompts in, rollouts out: Megatron's dynamic inference engine over the weights that are being trained, or a copy."""
 
 import copy
 import gc
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.inference.config import InferenceConfig, PrefixCachingEvictionPolicy
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
@@ -89,14 +90,20 @@ class RolloutEngine:
     """Built suspended; `generate` and `advance` wake it, and leave the model ready for training.
 
     Args:
-        model: the policy; its language model is stepped in place, its weights are never copied.
+        model: the policy, or a copy in another layout; its language model is stepped in place, over the process
+            groups that it was built with.
         options: sizes.
+        peers: one rank of each engine that is given the same prompts (`megarl.rollout.spread`); default: the
+            context-parallel ranks, which train on the same rows.
     """
 
-    def __init__(self, model, options: EngineOptions):
+    def __init__(self, model, options: EngineOptions, peers: dist.ProcessGroup | None = None):
         config = model.language_model.config
         device = next(model.parameters()).device
-        self._model, self._options, self._device = model, options, device
+        self.model, self._options, self._device = model, options, device
+        self.groups = model.pg_collection
+        """`dp_cp` is one rank of each engine of the job."""
+        self.peers = peers or self.groups.cp
         self.features = FeatureCache(
             model.encode,
             model.merge_size,
@@ -123,6 +130,7 @@ class RolloutEngine:
                 use_cuda_graphs_for_non_decode_steps=False,
                 sampling_backend="torch",
                 logging_step_interval=0,
+                pg_collection=self.groups,
             ),
         )
         self._replays = layer_replays(model)
@@ -155,7 +163,7 @@ class RolloutEngine:
         keys: list[int] | None = None,
     ) -> list[list[Rollout]]:
         """Samples `group_size` completions of each prompt: `start`, `advance` to the end, `collect`."""
-        if not prompts and experts.group().size() == 1:
+        if not prompts and self.groups.ep.size() == 1:
             return []
         self.start(prompts, options, group_size, keys)
         self.advance()
@@ -213,7 +221,7 @@ class RolloutEngine:
             raise
 
     def _anyone_unfinished(self) -> bool:
-        return bool(experts.most(int(self._engine.has_unfinished_requests())))
+        return bool(experts.most(int(self._engine.has_unfinished_requests()), self.groups.ep))
 
     def collect(self) -> list[list[Rollout]]:
         """One list of `group_size` rollouts per prompt, of the generation that `advance` brought to its end.
@@ -240,7 +248,7 @@ class RolloutEngine:
         self.asked += group_size * sum(len(prompt.items) for prompt in prompts)
         prompt_of_request = torch.arange(len(prompts)).repeat_interleave(group_size)
         if prompts:
-            self._context.prompts = build_prompt_table(prompts, prompt_of_request, self._model.merge_size)
+            self._context.prompts = build_prompt_table(prompts, prompt_of_request, self.model.merge_size)
         self._sampler.options = options
         self._sampler.keys = group_keys(np.array(keys, dtype=np.uint64), group_size)
         if self._context.routing is not None:
@@ -273,7 +281,7 @@ class RolloutEngine:
     def _hashes(self, prompt: EncodedPrompt) -> list[int]:
         if not self._options.enable_prefix_caching:
             return []
-        return prefix_hashes(prompt, self._model.merge_size, self._options.block_size_tokens)
+        return prefix_hashes(prompt, self.model.merge_size, self._options.block_size_tokens)
 
     def _rollouts(self, live: "_Live") -> list[list[Rollout]]:
         done, routing = self._engine.completions, self._context.routing
@@ -291,13 +299,13 @@ class RolloutEngine:
 
     @contextmanager
     def _evaluating(self):
-        training = self._model.training
-        self._model.eval()
+        training = self.model.training
+        self.model.eval()
         try:
             with recording(self._replays):
                 yield
         finally:
-            self._model.train(training)
+            self.model.train(training)
 
     @contextmanager
     def _awake(self):

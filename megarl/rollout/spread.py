@@ -1,7 +1,6 @@
-"""Rollouts under context parallelism: ranks that train on the same rows are engines of their own.
+"""Rollouts of ranks that share prompts and are engines of their own, as context-parallel ranks are.
 
-They hold the same weights, so nothing is copied: each samples a part of the prompts that they share, and all of them
-get all the rollouts.
+Each samples a part of the prompts, and all of them get all the rollouts.
 """
 
 from collections.abc import Sequence
@@ -9,7 +8,6 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from megarl.media.item import EncodedPrompt
-from megarl.parallel import context
 from megarl.rollout.engine import Rollout, RolloutEngine
 from megarl.rollout.sampling import SamplingOptions
 
@@ -21,8 +19,8 @@ def generate_spread(
     group_size: int,
     keys: Sequence[int],
 ) -> list[list[Rollout]]:
-    """`RolloutEngine.generate` for prompts that all context-parallel ranks were given; collective over them."""
-    group = context.group()
+    """`RolloutEngine.generate` for prompts that all its peers were given; collective over them."""
+    group = engine.peers
     if group.size() == 1:
         return engine.generate(list(prompts), options, group_size, list(keys))
     owners = spread([prompt.ids.numel() for prompt in prompts], group.size())

@@ -169,7 +169,7 @@ class Trainer:
     def _run(self, rows: Sequence[PackedRow], result, forward_only: bool) -> list:
         """What `result` makes of each row.  Ranks that share experts run equally many microbatches: who has fewer
         rows adds idle ones, which weigh nothing."""
-        idle = [idle_row(row_multiple())] * (experts.most(len(rows)) - len(rows))
+        idle = [idle_row(row_multiple())] * (experts.most(len(rows), self.model.pg_collection.ep) - len(rows))
 
         def forward_step(iterator, model):
             row = next(iterator)

@@ -164,7 +164,7 @@ class Verification:
             if moved >= VISIBLE * bound or attempt == _RATES - 1:
                 break
             rate *= 10
-        job.engine.weights_changed()
+        job.sync()
         self._say("sampling again")
         fresh = job.sample(1)
         answers = gather(job.training.score(job.training.rows(job.share(fresh))))

@@ -15,15 +15,15 @@ from torch import Tensor
 from megarl.algorithms.objective import ObjectiveOptions
 from megarl.media.encoder import Encoder
 from megarl.media.item import EncodedPrompt
-from megarl.models.build import Policy, load_policy
+from megarl.models.build import Policy
 from megarl.models.hf_config import family_of
-from megarl.options import engine_options, media_options, model_options, rl_optimizer, step_options
+from megarl.options import media_options, model_options, rl_optimizer, step_options
 from megarl.packing.rows import PackedRow, TokenSequence, by_member, pack
 from megarl.recipe import Recipe
-from megarl.rollout.engine import Rollout, RolloutEngine
+from megarl.rollout.engine import Rollout
 from megarl.rollout.sampling import SamplingOptions
 from megarl.rollout.spread import generate_spread
-from megarl.run import draw_key
+from megarl.run import build_parts, draw_key
 from megarl.startup import load_processor, prepare_checkpoint, prepare_data, stop_tokens
 from megarl.training.reduce import over_data_parallel
 from megarl.training.trainer import Trainer, row_multiple
@@ -107,22 +107,21 @@ class Job:
         positions = family_of(self.checkpoint).load("positions")
         with Encoder(processor, positions, recipe.data.max_prompt_tokens, media_options(recipe)) as encoder:
             self._prompts: list[EncodedPrompt] = first_prompts(recipe.data, encoder, folder / "downloads", prompts)
-        options = model_options(recipe)
-        self.dtype = options.dtype
-        policy = load_policy(self.checkpoint, options)
-        # The trainer first, as in a run: its DDP moves the weights to where the engine's CUDA graphs find them.
-        trainer = Trainer(policy.model, recipe.rollout.scoring_temperature, recipe.training.log_prob_chunk)
-        self.engine = RolloutEngine(policy.model, engine_options(recipe))
-        self.training = Training(policy, trainer, step_options(recipe).objective, recipe.training.tokens_per_row)
+        self.dtype = model_options(recipe).dtype
+        self._parts = parts = build_parts(recipe, self.checkpoint)
+        self.sync = parts.sync
+        objective, tokens_per_row = step_options(recipe).objective, recipe.training.tokens_per_row
+        self.training = Training(parts.policy, parts.trainer, objective, tokens_per_row)
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
 
     def sample(self, time: int) -> list[Case]:
         """Rollouts of all prompts, the same list on all ranks; at least one for each data-parallel rank."""
-        mine = range(self.dp_rank, len(self._prompts), self.dp_size)
+        ranks = self._parts.data_parallel_ranks
+        mine = [place for rank in ranks for place in range(rank, len(self._prompts), self.dp_size)]
         keys = [draw_key(self.recipe.seed, "verify", time, place) for place in mine]
         prompts = [self._prompts[place] for place in mine]
-        groups = generate_spread(self.engine, prompts, self._sampling, self._rollouts, keys)
+        groups = generate_spread(self._parts.engine, prompts, self._sampling, self._rollouts, keys)
         sampled = {place: [rollout.sampled() for rollout in group] for place, group in zip(mine, groups, strict=True)}
         everyone: dict[int, Any] = {}
         for part in gather(sampled, parallel_state.get_data_parallel_group()):

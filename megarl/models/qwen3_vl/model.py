@@ -92,16 +92,17 @@ class MergedInput:
 
 
 class Qwen3VL(Qwen3VLModel):
-    """`config` is Bridge's provider for a Qwen3-VL, finalised."""
+    """`config` is Bridge's provider for a Qwen3-VL, finalised; `groups` are those of its layout, by default
+    Megatron's own, in which policies are trained."""
 
-    def __init__(self, config):
+    def __init__(self, config, groups: ProcessGroupCollection | None = None):
         super().__init__(
             config,
             language_block_spec(config),
             config.vision_config,
             pre_process=True,
             post_process=True,
-            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            pg_collection=groups or ProcessGroupCollection.use_mpu_process_groups(),
         )
         self.model_type = ModelType.encoder_or_decoder  # asked for by Megatron's schedules
         # The angles belong to the tokens of the row as it is.  With False, Bridge's rotary module would take the

@@ -1,0 +1,97 @@
+"""How the trainer's weights become the engine's, after each change of them.
+
+`SharedWeights`: trainer and engine have one module, and no byte moves.  `ReshardedWeights`: the engine has a module in
+another layout, which `megatron.core.resharding` fills in place, by a plan that is made once: CUDA graphs find the
+weights where they were.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.distributed as dist
+from megatron.core.resharding import build_local_reshard_plan, execute_reshard_plan
+from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
+from megatron.core.resharding.copy_services.nccl_copy_service import NCCLCopyService
+from megatron.core.resharding.utils import named_refit_tensors
+
+from megarl.errors import CheckFailed
+from megarl.platform.kernels import kernels
+from megarl.rollout.checksums import first_difference
+from megarl.rollout.engine import RolloutEngine
+
+
+class WeightSync(ABC):
+    """
+    Args:
+        engine: is told that its weights have changed.
+        trained: the trainer's module.
+        verify: compare every tensor after each sync.
+    """
+
+    bytes: int
+    """That a sync writes into the engines' modules, over all ranks."""
+
+    def __init__(self, engine: RolloutEngine, trained: torch.nn.Module, verify: bool):
+        self._engine, self._trained, self._verify = engine, trained, verify
+
+    def __call__(self) -> None:
+        """Collective, after every change of the trainer's weights that the engine is to sample with.
+
+        Raises:
+            CheckFailed: the engine's weights differ, on all ranks.
+        """
+        self._transfer()
+        if self._verify and (difference := self._difference()):
+            raise CheckFailed(f"rollout.verify_sync: the engine has other weights than the trainer: {difference}")
+        self._engine.weights_changed()
+
+    @abstractmethod
+    def _transfer(self) -> None: ...
+
+    @abstractmethod
+    def _difference(self) -> str | None:
+        """The first tensor that differs and the ranks that hold it; the same on all ranks."""
+
+
+class SharedWeights(WeightSync):
+    """One module."""
+
+    bytes = 0
+
+    def _transfer(self) -> None:
+        pass
+
+    def _difference(self) -> str | None:
+        places = {name: tensor.data_ptr() for name, tensor in self._trained.named_parameters()}
+        mine = next(
+            (
+                f"{name} on rank {dist.get_rank()}"
+                for name, tensor in self._engine.model.named_parameters()
+                if places.get(name) != tensor.data_ptr()
+            ),
+            None,
+        )
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine)
+        return next(filter(None, found), None)
+
+
+class ReshardedWeights(WeightSync):
+    """Two modules.  Collective, and the engine has the trainer's weights when it is built."""
+
+    def __init__(self, engine: RolloutEngine, trained: torch.nn.Module, verify: bool):
+        super().__init__(engine, trained, verify)
+        self._plan = build_local_reshard_plan(trained, engine.model, trained.config.num_moe_experts)
+        self._service = NCCLCopyService() if kernels().gpu else GlooCopyService()
+        received = dict(named_refit_tensors(engine.model))
+        mine = sum(received[op.param_name][op.my_slice].nbytes for op in self._plan.recv_ops)
+        parts = [0] * dist.get_world_size()
+        dist.all_gather_object(parts, mine)
+        self.bytes = sum(parts)
+        self()
+
+    def _transfer(self) -> None:
+        execute_reshard_plan(self._plan, self._trained, self._engine.model, self._service)
+
+    def _difference(self) -> str | None:
+        return first_difference(self._trained, self._engine.model)
