@@ -21,7 +21,7 @@ LAYOUTS = [
     Layout(2, 2, sequence_parallel=True, expert_tensor_parallel=2),
     Layout(4, 2, sequence_parallel=True, expert_parallel=2, expert_tensor_parallel=2),
 ]
-MODES = {"plain": {}, "both": BOTH, "evicting": {"kv_cache_gb": 0.0005, "max_requests": 8}}
+MODES = {"plain": {}, "both": BOTH}
 QUICK = {("tp1", "both"), ("tp1-ep2", "both"), ("tp2-sp-ep2", "plain")}
 LAYERS, TOP_K = 3, 2
 CLOSE = 1e-4
@@ -63,12 +63,11 @@ def assert_chosen(found, reference, prompt, ids):
     ],
 )
 def test_recorded(ranks, mixture_checkpoint, prompts, mixture_reference, layout, mode):
-    """Of every token but the last, of prompts that were computed, shared, cut in chunks, or computed again after an
-    eviction; a second generation finds the prompts in the prefix cache."""
+    """Of every token but the last, of prompts that were computed, shared or cut in chunks; a second generation finds
+    the prompts in the prefix cache."""
     batch = list(prompts.values())
     seen = {}
-    for found, again, evicted in ranks.run(_recorded, mixture_checkpoint, batch, layout, MODES[mode], **layout.job):
-        assert (evicted > 0) == (mode == "evicting")
+    for found, again, _ in ranks.run(_recorded, mixture_checkpoint, batch, layout, MODES[mode], **layout.job):
         for place, group in found.items():
             for (ids, routing), (same, from_cache) in zip(group, again[place], strict=True):
                 assert_chosen(routing, mixture_reference, batch[place], ids)
@@ -77,14 +76,26 @@ def test_recorded(ranks, mixture_checkpoint, prompts, mixture_reference, layout,
     assert seen.keys() == set(range(len(batch)))
 
 
-def _recorded(checkpoint, prompts, layout, mode):
+def test_evicted(ranks, mixture_checkpoint, prompts, mixture_reference):
+    """What is computed again is recorded again, into other blocks."""
+    batch = list(prompts.values())
+    mode = {"kv_cache_gb": 0.0006, **BOTH}
+    ((found, _, evicted),) = ranks.run(_recorded, mixture_checkpoint, batch, TP1, mode, 40)
+    assert evicted > 0
+    for place, group in found.items():
+        for ids, routing in group:
+            assert_chosen(routing, mixture_reference, batch[place], ids)
+
+
+def _recorded(checkpoint, prompts, layout, mode, new_tokens=10):
     policy = policies.policy(checkpoint, sequence_parallel=layout.sequence_parallel, router_replay=True)
     engine = policies.engine(policy.model, **mode)
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     mine = list(range(len(prompts)))[rank::size]
 
     def sample():
-        groups = engine.generate([prompts[i] for i in mine], policies.sampling(), 2, keys=[7 * i for i in mine])
+        sampling = policies.sampling(new_tokens)
+        groups = engine.generate([prompts[i] for i in mine], sampling, 2, keys=[7 * i for i in mine])
         return {i: [(r.ids, r.routing_indices) for r in group] for i, group in zip(mine, groups, strict=True)}
 
     found = sample()
