@@ -171,11 +171,18 @@ TWO = {
     "tp2-sp": ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
     "cp2": ["parallel.context_parallel_size=2"],
     "dp2": [],
+    "tp2 to tp1": [
+        "parallel.tensor_model_parallel_size=2",
+        "rollout.parallel.tensor_model_parallel_size=1",
+        "rollout.verify_sync=true",
+    ],
+    "dp2 to tp2": ["rollout.parallel.tensor_model_parallel_size=2"],
 }
+QUICK = {"tp2-sp", "tp2 to tp1"}
 
 
 @pytest.mark.parametrize(
-    "layout", ["tp2-sp", pytest.param("cp2", marks=pytest.mark.slow), pytest.param("dp2", marks=pytest.mark.slow)]
+    "layout", [pytest.param(layout, marks=[] if layout in QUICK else pytest.mark.slow) for layout in TWO]
 )
 def test_two_processes(finished, recipe, tmp_path, layout):
     """torchrun with 2 processes gives, to rounding, what one process gives: weights, draws, minibatches, updates, and
@@ -191,6 +198,31 @@ def test_two_processes(finished, recipe, tmp_path, layout):
             assert found[step][key] == pytest.approx(expected[step][key], abs=1e-4), step
     for key in ("policy/loss", "policy/entropy", "optimizer/grad_norm"):
         assert found[1][key] == pytest.approx(expected[1][key], rel=1e-2)
+    resharded = " to " in layout
+    assert all(
+        (line["sync/bytes"] > 0) == resharded and line["time/sync"] > 0 for line in metrics(tmp_path / "run")[1:]
+    )
+
+
+@pytest.mark.slow
+def test_resume_into_another_layout_of_the_engines(finished, recipe, tmp_path):
+    """A run with resharded rollouts is stopped and started again: the engine samples with the weights that were saved,
+    and the run ends as one that was never stopped."""
+    command = ("megarl.train", recipe, f"run_dir={tmp_path / 'run'}", *TWO["tp2 to tp1"])
+    process = commands.start(*command, processes=2)
+    commands.wait_for(lambda: len(metrics(tmp_path / "run")) > 3, process, 120)
+    os.kill(process.pid, signal.SIGTERM)
+    commands.finish(process, 60)
+    assert 3 < len(metrics(tmp_path / "run")) <= STEPS
+    result = commands.run(*command, processes=2)
+    assert result.code == 0, result.err
+    assert re.search(r"resumed after rl step \d+", result.out)
+    found, expected = results(tmp_path / "run"), results(finished[0])
+    assert [line["step"] for line in found] == list(range(STEPS + 1))
+    for line in found[1:]:
+        assert line["mismatch/max"] < 1e-5
+    for step in range(1, 6):
+        assert found[step]["reward/mean"] == pytest.approx(expected[step]["reward/mean"], abs=1e-4), step
 
 
 # Stopped and started again
