@@ -375,6 +375,48 @@ def test_memory_of_recorded_experts(mixture):
     assert held - without == blocks * recipes[0].rollout.block_size_tokens * 3 * 2
 
 
+def test_memory_of_rollouts_in_a_layout_of_their_own(config, mixture):
+    """The engine's copy beside the trainer's half, and its whole heads in the KV cache and in a step."""
+    trained = "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"
+    recipe, shared = digits(*trained, "rollout.parallel={}"), digits(*trained)
+    memory, one = (estimate_memory(r, config, COUNT, "bfloat16", world_size=4) for r in (recipe, shared))
+    assert (memory.weights, memory.engine_weights) == (4_000_000, 8_000_000)
+    assert one.engine_weights == 0 and memory.held - one.held == 8_000_000
+    assert memory.activations_training == one.activations_training
+    alone = estimate_memory(digits(), config, COUNT, "bfloat16", world_size=4)
+    assert memory.activations_rollout == alone.activations_rollout > one.activations_rollout
+    assert kv_cache_blocks(recipe, config, "bfloat16") == kv_cache_blocks(digits(), config, "bfloat16")
+    count = ParameterCount(vision=1_000_000, projector=500_000, language=2_500_000, experts=2_000_000)
+    recipe = digits("rollout.parallel.expert_model_parallel_size=2")
+    assert estimate_memory(recipe, mixture, count, "bfloat16", world_size=4).engine_weights == 6_000_000
+
+
+def test_report_of_rollouts_in_a_layout_of_their_own(capsys):
+    assert main([DIGITS, "--world-size", "4", "rollout.parallel.tensor_model_parallel_size=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "rollouts     2 engines of tensor parallel 2; weights resharded after each step"
+    assert any(line.startswith("weights of the engine ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (
+            ["tensor_model_parallel_size=8"],
+            "rollout.parallel.tensor_model_parallel_size = 8: should divide text_config.num_attention_heads = 4",
+        ),
+        (
+            ["expert_model_parallel_size=2"],
+            "rollout.parallel.expert_model_parallel_size = 2: should be 1, since a qwen3_vl has no experts",
+        ),
+    ],
+)
+def test_engines_that_do_not_divide(capsys, overrides, message):
+    overrides = [f"rollout.parallel.{override}" for override in overrides]
+    assert main([DIGITS, *overrides, "--world-size", "8"]) == 2
+    assert capsys.readouterr().err == f"megarl: error: {message}\n"
+
+
 def test_memory_with_full_recompute(config):
     memory = estimate_memory(digits("training.recompute=full"), config, COUNT, "bfloat16", world_size=1)
     language = 2 * 64 * 4096 * 2 + LANGUAGE * 4096 * 2

@@ -35,6 +35,7 @@ def stand_in(held_out: Prompts) -> SimpleNamespace:
         assert len(encoded) == len(keys) <= 2
         return [[SimpleNamespace(ids="yes", finished=True, prompt=SimpleNamespace(prompt=p))] for p in encoded]
 
+    engines = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return SimpleNamespace(
         recipe=SimpleNamespace(
             seed=1,
@@ -42,10 +43,8 @@ def stand_in(held_out: Prompts) -> SimpleNamespace:
             evaluation=SimpleNamespace(temperature=0.0),
         ),
         stop_ids=(2,),
-        engine_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
-        engine_count=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         encoder=SimpleNamespace(encode=lambda prompt: prompt, prefetch=lambda prompts: None),
-        engine=SimpleNamespace(generate=generate),
+        engine=SimpleNamespace(generate=generate, groups=SimpleNamespace(dp_cp=engines)),
         environment=ExactMatch(),
         text=lambda ids: ids,
         test_prompts=held_out,

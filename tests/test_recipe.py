@@ -361,6 +361,36 @@ TINY = "model.tiny_processor"
         ),
         (
             MINIMAL,
+            ["rollout.parallel.tensor_model_parallel_size=2", "rollout.max_requests=3"],
+            "rollout.max_requests = 3, rollout.parallel.tensor_model_parallel_size = 2: should be a multiple",
+        ),
+        (
+            MINIMAL,
+            ["parallel.context_parallel_size=2", "rollout.parallel={}"],
+            "rollout.parallel.tensor_model_parallel_size = 1, rollout.parallel.expert_model_parallel_size = 1, "
+            "rollout.parallel.expert_tensor_parallel_size = 1: the trainer's layout already: set rollout.parallel",
+        ),
+        (
+            MINIMAL,
+            ["parallel.tensor_model_parallel_size=2", "rollout.parallel.sequence_parallel=true"],
+            "rollout.parallel.sequence_parallel = True, rollout.parallel.tensor_model_parallel_size = 1: sequence",
+        ),
+        (
+            MINIMAL,
+            [
+                "parallel.context_parallel_size=2",
+                "rollout.parallel.tensor_model_parallel_size=3",
+                "rollout.max_requests=3",
+            ],
+            "rollout.parallel.tensor_model_parallel_size = 3: should divide, or be a multiple of, the 2 ranks",
+        ),
+        (
+            MINIMAL,
+            ["rollout.parallel.context_parallel_size=2"],
+            "unknown key 'rollout.parallel.context_parallel_size' in override",
+        ),
+        (
+            MINIMAL,
             ["parallel.tensor_model_parallel_size=2", "training.tokens_per_row=4097"],
             "training.tokens_per_row = 4097, parallel.tensor_model_parallel_size = 2, "
             "parallel.context_parallel_size = 1: should be a multiple",
@@ -486,6 +516,17 @@ def test_data_parallel_size(write):
             6,
             "parallel.expert_model_parallel_size = 3, parallel.expert_tensor_parallel_size = 1: their product should "
             "divide, or be a multiple of, tensor times context parallel size, which is 2",
+        ),
+        (
+            ["rollout.parallel.tensor_model_parallel_size=2"],
+            3,
+            "rollout.parallel.tensor_model_parallel_size = 2: should divide the world size, which is 3",
+        ),
+        (
+            ["rollout.parallel.expert_model_parallel_size=4"],
+            2,
+            "rollout.parallel.expert_model_parallel_size = 4, rollout.parallel.expert_tensor_parallel_size = 1: their "
+            "product should divide the world size, which is 2",
         ),
         (
             ["algorithm.minibatches=2"],

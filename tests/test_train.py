@@ -191,6 +191,37 @@ def assert_equal_steps(found: list[dict], expected: list[dict]) -> None:
         assert found[1][key] == pytest.approx(expected[1][key], rel=1e-2)
 
 
+RESHARDED = {
+    "tp2 to tp1": [
+        "parallel.tensor_model_parallel_size=2",
+        "rollout.parallel.tensor_model_parallel_size=1",
+        "rollout.verify_sync=true",
+    ],
+    "dp2 to tp2": ["rollout.parallel.tensor_model_parallel_size=2"],
+}
+
+
+@pytest.mark.slow
+def test_resume_into_another_layout_of_the_engines(finished, recipe, tmp_path):
+    """A run with resharded rollouts is stopped and started again: the engine samples with the weights that were saved,
+    and the run ends as one that was never stopped."""
+    command = ("megarl.train", recipe, f"run_dir={tmp_path / 'run'}", *RESHARDED["tp2 to tp1"])
+    process = commands.start(*command, processes=2)
+    commands.wait_for(lambda: len(metrics(tmp_path / "run")) > 3, process, 120)
+    os.kill(process.pid, signal.SIGTERM)
+    commands.finish(process, 60)
+    assert 3 < len(metrics(tmp_path / "run")) <= STEPS
+    result = commands.run(*command, processes=2)
+    assert result.code == 0, result.err
+    assert re.search(r"resumed after rl step \d+", result.out)
+    found, expected = results(tmp_path / "run"), results(finished[0])
+    assert [line["step"] for line in found] == list(range(STEPS + 1))
+    for line in found[1:]:
+        assert line["mismatch/max"] < 1e-5
+    for step in range(1, 6):
+        assert found[step]["reward/mean"] == pytest.approx(expected[step]["reward/mean"], abs=1e-4), step
+
+
 FIVE_STEPS = ["steps=5", "evaluation.every=5", "checkpoint.every=0"]
 EXPERTS = {
     "model_type": "qwen3_vl_moe",
@@ -251,6 +282,17 @@ def test_layouts(one_rank, tmp_path, layout):
     found = results(tmp_path / "run")
     assert [line["step"] for line in found] == list(range(6))
     assert_equal_steps(found, expected)
+
+
+@pytest.mark.parametrize("layout", ["tp2 to tp1", pytest.param("dp2 to tp2", marks=pytest.mark.slow)])
+def test_layouts_of_the_engines(one_rank, tmp_path, layout):
+    """The same with engines in a layout of their own, whose weights are copies."""
+    recipe, expected = one_rank(False)
+    arguments = [recipe, f"run_dir={tmp_path / 'run'}", *FIVE_STEPS, *RESHARDED[layout]]
+    result = commands.fork(tmp_path, *arguments, processes=2, timeout=300)
+    assert result.code == 0, result.err
+    assert_equal_steps(results(tmp_path / "run"), expected)
+    assert all(line["sync/bytes"] > 0 and line["time/sync"] > 0 for line in metrics(tmp_path / "run")[1:])
 
 
 @pytest.mark.slow

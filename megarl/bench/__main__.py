@@ -1,9 +1,10 @@
 """`python -m megarl.bench RECIPE [key=value ...]`: speed as ratios to a peer, both measured in this run.
 
 Peers: transformers' `generate` for the engine, a plain PyTorch step (the same Hugging Face model, padded batch,
-torch's AdamW) for training, transformers' processor for media; for parallelism one process, and the same without
-the means that is measured.  Same weights, prompts, lengths and threads; each figure is the median of several rounds
-in which the two take turns.
+torch's AdamW) for training, transformers' processor for media, a plain copy of as many bytes for the weights' way to
+the engine; for parallelism one process, and the same without the means that is measured.  Same weights, prompts,
+lengths and threads; each figure is the median of several rounds in which the two take turns.  `--only sync` runs on
+as many ranks as torchrun starts, in the recipe's layouts; everything else on one.
 """
 
 import argparse
@@ -12,12 +13,13 @@ import sys
 from dataclasses import asdict
 
 from megarl.bench.lines import print_lines
+from megarl.check import refuse
 from megarl.errors import UserError
 from megarl.platform import launch
 from megarl.platform.kernels import kernels
 from megarl.recipe import load_recipe
 
-PARTS = ("policy", "media", "scaling")
+PARTS = ("policy", "media", "scaling", "sync")
 
 
 def bench(arguments: list[str]) -> None:
@@ -25,7 +27,7 @@ def bench(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="megarl.bench", description=__doc__.splitlines()[0])
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--only", choices=PARTS, help="measure one part; default: all")
+    parser.add_argument("--only", choices=PARTS, help="measure one part; default: all but sync")
     parser.add_argument("--requests", default="1,16,64,512", help="concurrent requests, comma separated")
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -36,14 +38,21 @@ def bench(arguments: list[str]) -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_intermixed_args(arguments)
     recipe = load_recipe(options.recipe, options.overrides)
-    if launch.world_size() > 1:
-        raise UserError("megarl.bench measures one rank: start it without torchrun")
+    if options.only == "sync":
+        refuse(recipe, launch.world_size())
+    elif launch.world_size() > 1:
+        raise UserError("megarl.bench measures one rank: start it without torchrun, or with --only sync")
     lines = []
     if options.only in (None, "scaling"):
         from megarl.bench import scaling
 
         lines += scaling.measure(options)
-    launch.start({}, recipe.seed, recipe.rollout.cuda_graphs and kernels().gpu)
+    sizes = recipe.parallel.sizes if options.only == "sync" else {}
+    launch.start(sizes, recipe.seed, recipe.rollout.cuda_graphs and kernels().gpu)
+    if options.only == "sync":
+        from megarl.bench import sync
+
+        lines += sync.measure(recipe, options)
     if options.only in (None, "policy"):
         from megarl.bench import policy
 
@@ -52,6 +61,8 @@ def bench(arguments: list[str]) -> None:
         from megarl.bench import media
 
         lines += media.measure(recipe, options)
+    if launch.rank():
+        return
     if options.json:
         print(json.dumps({"machine": str(kernels()), "lines": [asdict(x) | {"ratio": x.ratio} for x in lines]}))
     else:

@@ -72,7 +72,7 @@ def empty_copy(policy: Policy, folder: Path, options: ModelOptions, groups: Proc
         folder: that `policy` was loaded from.
         options: with the sizes of `groups`.
     """
-    return _model(folder, policy.bridge, options, groups).requires_grad_(False).eval()
+    return _model(folder, policy.bridge, options, groups).eval()
 
 
 def _model(folder: Path, bridge: AutoBridge, options: ModelOptions, groups: ProcessGroupCollection | None = None):

@@ -44,8 +44,8 @@ def first_difference(trained: torch.nn.Module, copy: torch.nn.Module) -> str | N
         if whole not in found or whole not in expected:
             return f"{whole[0]} is in one of the two only"
         if wrong := _wrong_holders(expected[whole], found[whole]):
-            ranks = ", ".join(str(rank) for rank, _ in wrong)
-            return f"{wrong[0][1].name} on rank{'s' if len(wrong) > 1 else ''} {ranks}"
+            ranks = sorted({rank for rank, _ in wrong})
+            return f"{wrong[0][1].name} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     return None
 
 

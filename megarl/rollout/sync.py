@@ -21,7 +21,8 @@ from megarl.rollout.engine import RolloutEngine
 
 
 class WeightSync(ABC):
-    """
+    """Called when the trainer's weights have changed: brings them to the engine and says so to it.
+
     Args:
         engine: is told that its weights have changed.
         trained: the trainer's module.
@@ -54,7 +55,7 @@ class WeightSync(ABC):
 
 
 class SharedWeights(WeightSync):
-    """One module."""
+    """Trainer and engine have one module: the trainer wrote where the engine reads."""
 
     bytes = 0
 
@@ -77,7 +78,7 @@ class SharedWeights(WeightSync):
 
 
 class ReshardedWeights(WeightSync):
-    """Two modules.  Collective, and the engine has the trainer's weights when it is built."""
+    """Two modules in two layouts.  The constructor is collective, and leaves the engine with the trainer's weights."""
 
     def __init__(self, engine: RolloutEngine, trained: torch.nn.Module, verify: bool):
         super().__init__(engine, trained, verify)

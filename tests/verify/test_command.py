@@ -19,6 +19,8 @@ LAYOUTS = {
     "tp2-sp": (TP2_SP, {"tensor_parallel": 2}),
     "cp2": (["parallel.context_parallel_size=2"], {"context_parallel": 2}),
     "dp2": ([], {}),
+    "dp2 to tp2": (["rollout.parallel.tensor_model_parallel_size=2"], {}),
+    "tp2-sp to tp1": ([*TP2_SP, "rollout.parallel.tensor_model_parallel_size=1"], {"tensor_parallel": 2}),
 }
 _SECONDS = 400
 
@@ -76,7 +78,9 @@ def test_two_ranks_as_a_table(recipe):
     assert "failed" not in result.out and result.out.splitlines()[-1] == "8 passed"
 
 
-@pytest.mark.parametrize("layout", ["cp2", pytest.param("dp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", ["cp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp2", "dp2 to tp2", "tp2-sp to tp1"))]
+)
 def test_layouts(ranks, recipe, layout):
     overrides, sizes = LAYOUTS[layout]
     only = ["--only", "engine,layout,packing,sync"]

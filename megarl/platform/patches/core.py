@@ -111,6 +111,20 @@ def _graph_argument_types() -> None:
     cuda_graphs._check_supported_type = check
 
 
+def _resharding_waits_for_its_sources() -> None:
+    import torch
+    from megatron.core.resharding.copy_services.nccl_copy_service import NCCLCopyService
+
+    stock = NCCLCopyService.run
+
+    @functools.wraps(stock)
+    def run(self):
+        self._copy_stream.wait_stream(torch.cuda.current_stream())
+        stock(self)
+
+    NCCLCopyService.run = run
+
+
 def _torch_adam_state() -> None:
     import torch
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -220,6 +234,16 @@ PATCHES = [
         "assert meta.type in _SUPPORTED_TYPES or is_dataclass(",
         lambda kernels: kernels.gpu,
         _graph_argument_types,
+    ),
+    Patch(
+        "resharding-waits-for-its-sources",
+        "what stays on a rank is copied on a stream of its own, which does not wait for the optimizer's step or for "
+        "the contiguous copy of a slice that it reads",
+        CORE,
+        "megatron/core/resharding/copy_services/nccl_copy_service.py",
+        "with torch.no_grad(), torch.cuda.stream(self._copy_stream):",
+        lambda kernels: kernels.gpu,
+        _resharding_waits_for_its_sources,
     ),
     Patch(
         "torch-adam-state",

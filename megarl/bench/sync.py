@@ -1,0 +1,45 @@
+"""The way of the weights from trainer to engine, in the recipe's layouts, against a plain copy of as many bytes."""
+
+from pathlib import Path
+
+from megarl.bench.lines import Line, median_seconds, turns
+
+
+def measure(recipe, options) -> list[Line]:
+    """Bytes and seconds of a sync, and its speed beside `torch.Tensor.copy_` on all ranks at once.  Collective."""
+    import torch
+    import torch.distributed as dist
+
+    from megarl.run import build_parts
+    from megarl.startup import prepare_checkpoint
+
+    if dist.get_rank() == 0:
+        Path(recipe.run_dir).mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    parts = build_parts(recipe, prepare_checkpoint(recipe, Path(recipe.run_dir)))
+    kind = "shared" if recipe.rollout.parallel is None else "resharded"
+    amount = Line(f"weights, {kind}: moved by a sync, all ranks", "MiB", parts.sync.bytes / 2**20)
+    if not parts.sync.bytes:
+        seconds = median_seconds(parts.sync, 20)
+        return [amount, Line(f"weights, {kind}: a sync", "ms", 1e3 * seconds)]
+    received = list(parts.engine.model.parameters())
+    kept = [tensor.detach().clone() for tensor in received]
+
+    def copy():
+        with torch.no_grad():
+            for tensor, other in zip(received, kept, strict=True):
+                tensor.copy_(other)
+        dist.barrier()
+
+    def sync():
+        parts.sync()
+        dist.barrier()
+
+    ours, theirs = turns(sync, copy, options.rounds)
+    return [
+        amount,
+        Line(f"weights, {kind}: a sync, beside a copy", "ms", 1e3 * ours, 1e3 * theirs),
+        Line(
+            f"weights, {kind}: speed, beside a copy", "GiB/s", *(parts.sync.bytes / s / 2**30 for s in (ours, theirs))
+        ),
+    ]
