@@ -35,4 +35,4 @@ def test_no_second_copy(tmp_path):
     print(result.out)
     for rank in json.loads(result.out.splitlines()[-1]):
         assert rank["weights_stay"] and rank["sampled_tokens"] > 100
-        assert max(rank["other_before"], rank["other_after"]) < 0.25 * rank["weights"]
+        assert max(rank["other_before"], rank["other_after"]) < 0.5 * rank["weights"]
