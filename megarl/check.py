@@ -66,6 +66,7 @@ class Memory:
     gradients: int
     optimizer_state: int
     reference_snapshot: int
+    """In the host's memory."""
     kv_cache: int
     activations_rollout: int
     activations_training: int
@@ -73,7 +74,7 @@ class Memory:
     @property
     def held(self) -> int:
         """Kept through both phases."""
-        return self.weights + self.gradients + self.optimizer_state + self.reference_snapshot + self.kv_cache
+        return self.weights + self.gradients + self.optimizer_state + self.kv_cache
 
     @property
     def rollout_peak(self) -> int:
@@ -285,12 +286,12 @@ def report(recipe: Recipe, world_size: int) -> str:
         ("weights", "weights"),
         ("gradients", "gradients"),
         ("optimizer state", "optimizer_state"),
-        ("reference snapshot", "reference_snapshot"),
         ("KV cache", "kv_cache"),
         ("activations, rollout", "activations_rollout"),
         ("activations, training", "activations_training"),
         ("peak, rollout", "rollout_peak"),
         ("peak, training", "training_peak"),
+        ("on the host: reference", "reference_snapshot"),
     ):
         lines.append(f"{title:<24}" + "".join(f"{getattr(memory, field) / GIB:>12.3f}" for memory in memories))
     return "\n".join(lines)

@@ -2,6 +2,8 @@
 
 import torch
 
+from megarl.algorithms.advantages import AdvantageOptions
+from megarl.algorithms.corrections import CorrectionOptions
 from megarl.algorithms.objective import ObjectiveOptions
 from megarl.environments.exact_match import ExactMatch
 from megarl.environments.score import Environment
@@ -13,6 +15,7 @@ from megarl.platform.kernels import kernels
 from megarl.recipe import Recipe
 from megarl.rollout.engine import EngineOptions
 from megarl.rollout.sampling import SamplingOptions
+from megarl.training.credit import CreditOptions
 from megarl.training.grpo import StepOptions
 from megarl.training.trainer import OptimizerOptions
 
@@ -84,11 +87,29 @@ def step_options(recipe: Recipe) -> StepOptions:
     """How a batch of rollouts is trained on."""
     a = recipe.algorithm
     return StepOptions(
-        objective=ObjectiveOptions(a.clip_low, a.clip_high, a.kl_coefficient, a.entropy_coefficient),
+        objective=ObjectiveOptions(
+            a.clip_low,
+            a.clip_high,
+            a.kl_coefficient if a.kl_in == "loss" else 0.0,
+            a.entropy_coefficient,
+            a.ratio,
+            a.surrogate,
+            a.dual_clip,
+            a.kl_estimator,
+        ),
+        credit=CreditOptions(
+            a.group_size,
+            AdvantageOptions(a.advantage, a.best_of),
+            CorrectionOptions(**a.correction.model_dump()),
+            a.kl_coefficient if a.kl_in == "reward" else 0.0,
+            a.kl_estimator,
+        ),
         epochs=a.epochs,
         minibatches=a.minibatches,
         old_log_probs=a.old_log_probs,
         tokens_per_row=recipe.training.tokens_per_row,
+        normalization=a.normalization,
+        max_new_tokens=recipe.rollout.max_new_tokens,
     )
 
 

@@ -1,15 +1,15 @@
-"""From sampled groups to samples with advantages, and what there is to say about them."""
+"""From sampled groups to samples with rewards, and what there is to say about them."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages import ADVANTAGES, constant_groups
+from megarl.algorithms.advantages import constant_groups
 from megarl.environments.score import Environment, Score
 from megarl.packing.rows import TokenSequence
 from megarl.rollout.engine import Rollout
-from megarl.training.grpo import Sample
+from megarl.training.credit import Sample
 from megarl.training.reduce import over_data_parallel
 
 
@@ -25,23 +25,22 @@ class Batch:
     """Means over all ranks."""
 
 
-def judge(groups: list[list[Rollout]], environment: Environment, decode, advantage: str) -> Batch:
-    """Scores every rollout and weighs it against its group.
+def judge(groups: list[list[Rollout]], environment: Environment, decode) -> Batch:
+    """Scores every rollout.
 
     Args:
         decode: `(ids) -> text`.
-        advantage: a name in `ADVANTAGES`.
     """
     rollouts = [rollout for group in groups for rollout in group]
     texts = [decode(rollout.ids) for rollout in rollouts]
     scores = [
         environment.score(text, r.finished, r.prompt.prompt.answer) for text, r in zip(texts, rollouts, strict=True)
     ]
-    rewards = torch.tensor([s.reward for s in scores]).view(len(groups), -1)
-    advantages = ADVANTAGES[advantage](rewards).flatten().tolist()
     samples = [
-        Sample(TokenSequence(r.prompt, r.ids), r.log_probs, a) for r, a in zip(rollouts, advantages, strict=True)
+        Sample(TokenSequence(r.prompt, r.ids), r.log_probs, score.components)
+        for r, score in zip(rollouts, scores, strict=True)
     ]
+    rewards = torch.tensor([score.reward for score in scores]).view(len(groups), -1)
     return Batch(rollouts, texts, scores, samples, _metrics(rollouts, scores, constant_groups(rewards)))
 
 

@@ -28,13 +28,14 @@ def train(arguments: list[str]) -> None:
                 groups = generate_spread(run.engine, prompts, session.sampling, recipe.algorithm.group_size, keys)
                 groups = run.balance(step, groups)
             with timer("reward"):
-                batch = judge(groups, run.environment, run.text, recipe.algorithm.advantage)
+                batch = judge(groups, run.environment, run.text)
             with timer("score"):
                 scored = session.policy_step.score(batch.samples)
+                credit = session.policy_step.credit(batch.samples, scored)
             with timer("train"):
-                learned = session.policy_step.update(batch.samples, scored)
+                learned = session.policy_step.update(batch.samples, scored, credit)
             run.engine.weights_changed()
-            session.report(step, batch, scored, learned)
+            session.report(step, batch, scored, credit, learned)
         session.finish()
 
 

@@ -60,3 +60,18 @@ def test_parameters_stay_where_they_are(checkpoint, prompts):
     with kept.swapped_in():
         assert places == {name: parameter.data_ptr() for name, parameter in policy.model.named_parameters()}
     assert places == {name: parameter.data_ptr() for name, parameter in policy.model.named_parameters()}
+
+
+@pytest.mark.ranks(1)
+def test_take(checkpoint, prompts):
+    """A reference that moves: what was trained until then is swapped in from then on."""
+    policy = policies.policy(checkpoint)
+    trainer, sequences = policies.trainer(policy.model), tiny.make_sequences(prompts)
+    kept = reference.ReferencePolicy(policy.model)
+    policies.one_update(trainer, sequences)
+    moved = _state(policy.model)
+    kept.take()
+    policies.one_update(trainer, sequences)
+    with kept.swapped_in():
+        assert _equal(_state(policy.model), moved)
+    assert not _equal(_state(policy.model), moved)
