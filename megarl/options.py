@@ -13,6 +13,7 @@ from megarl.media.options import ImageOptions, MediaOptions, VideoOptions
 from megarl.models.build import ModelOptions
 from megarl.platform.kernels import kernels
 from megarl.recipe import Recipe
+from megarl.rewards import RewardOptions
 from megarl.rollout.engine import EngineOptions
 from megarl.rollout.sampling import SamplingOptions
 from megarl.training.credit import CreditOptions
@@ -59,6 +60,14 @@ def environment_of(recipe: Recipe) -> Environment:
     if e.name == "visual_answer":
         return VisualAnswer(e.format, e.format_reward, e.count_tolerance)
     return ExactMatch(e.format, e.format_reward)
+
+
+def reward_options(recipe: Recipe) -> RewardOptions:
+    """What rewards depend on beside the answer."""
+    e = recipe.environment
+    return RewardOptions(
+        recipe.rollout.max_new_tokens, e.overlong_buffer, e.overlong_penalty, recipe.algorithm.filter_overlong
+    )
 
 
 def cuda_graphs(recipe: Recipe) -> bool:

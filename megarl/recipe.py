@@ -172,6 +172,10 @@ class EnvironmentSection(Section):
     """Added to the reward of a well-formed answer."""
     count_tolerance: NonNegativeInt = 0
     """Of `visual_answer`: a count that is off by d, of at most this, earns 1 - d / (count_tolerance + 1)."""
+    overlong_buffer: NonNegativeInt = 0
+    """Tokens before rollout.max_new_tokens over which a penalty rises from 0 to overlong_penalty; 0: none."""
+    overlong_penalty: PositiveFloat = 1.0
+    """Taken off the reward of an answer of rollout.max_new_tokens."""
 
 
 class CorrectionSection(Section):
@@ -207,6 +211,10 @@ class AlgorithmSection(Section):
     """Prompts drawn for a step, over all ranks."""
     group_size: Annotated[int, Field(ge=2)] = 16
     """Rollouts of one prompt."""
+    resample_rounds: NonNegativeInt = 0
+    """Times in a step that groups whose rewards are equal make room for those of other prompts; 0: never."""
+    filter_overlong: bool = False
+    """Leave completions that reached rollout.max_new_tokens out of the loss."""
     epochs: PositiveInt = 1
     """Times that a step's rollouts are trained on."""
     minibatches: PositiveInt = 1
@@ -504,6 +512,16 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         "only visual_answer knows counts",
     )
     yield (
+        r.environment.overlong_buffer > r.rollout.max_new_tokens,
+        "environment.overlong_buffer rollout.max_new_tokens",
+        "the buffer is a part of the longest answer",
+    )
+    yield (
+        r.environment.overlong_penalty != 1.0 and r.environment.overlong_buffer == 0,
+        "environment.overlong_penalty environment.overlong_buffer",
+        "the penalty needs a buffer",
+    )
+    yield (
         len(r.data.generator_options) > 0 and r.data.generator is None,
         "data.generator_options data.generator",
         "options need a generator",
@@ -572,8 +590,8 @@ def _algorithm_conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         "the best are chosen among a group's rollouts",
     )
     yield (
-        a.advantage == "component_std" and r.environment.format_reward == 0,
-        "algorithm.advantage environment.format_reward",
+        a.advantage == "component_std" and r.environment.format_reward == 0 and r.environment.overlong_buffer == 0,
+        "algorithm.advantage environment.format_reward environment.overlong_buffer",
         "normalising each component needs a second one",
     )
     yield (

@@ -28,10 +28,11 @@ from megarl.media.encoder import Encoder, fingerprint
 from megarl.media.item import EncodedPrompt
 from megarl.models.build import Policy, load_policy
 from megarl.models.hf_config import family_of
-from megarl.options import engine_options, environment_of, media_options, model_options
+from megarl.options import engine_options, environment_of, media_options, model_options, reward_options
 from megarl.packing.cost import CostModel, StackCost
 from megarl.packing.rows import TokenSequence
 from megarl.recipe import Recipe
+from megarl.rewards import Judge
 from megarl.rollout.engine import Rollout, RolloutEngine
 from megarl.rollout.exchange import balance
 from megarl.startup import load_processor, prepare_checkpoint, processor_identity, stop_tokens
@@ -60,6 +61,9 @@ class Run:
         self.engine_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self.engine_count = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         self._sampler = PromptSampler(self.train_prompts, self.recipe.seed)
+        # An order of its own, beside the steps' and the warm-up's.
+        self._other_sampler = PromptSampler(self.train_prompts, (self.recipe.seed + 2) % 2**32)
+        self.judge = Judge(self.environment, self.text, reward_options(self.recipe))
         self.imbalance = 1.0
         """Of the last step: the largest training cost of a data-parallel rank over the mean."""
         self._answers = AnswerPool(self.train_prompts.sources, self.train_prompts.answers)
@@ -92,17 +96,24 @@ class Run:
         if step <= self.recipe.steps:
             self.encoder.prefetch([self.train_prompts[index] for _, index in self._step_share(step)])
 
-    def balance(self, step: int, groups: list[list[Rollout]]) -> list[list[Rollout]]:
+    def other_prompts(self, step: int, number: int, positions: Sequence[int]) -> tuple[list[EncodedPrompt], list[int]]:
+        """Prompts to draw in place of those at these positions of this rank's share of an RL step, and the keys of
+        their draws; `number` counts the times that it is done, from 0."""
+        algorithm, seed = self.recipe.algorithm, self.recipe.seed
+        turn = (step - 1) * algorithm.resample_rounds + number
+        indices = self._other_sampler.indices(turn, algorithm.prompts_per_step)
+        places = [self._step_share(step)[position][0] for position in positions]
+        keys = [draw_key(seed, f"resample {number}", step, place) for place in places]
+        return self._encode([indices[place] for place in places]), keys
+
+    def balance(self, groups: list[list[Rollout]]) -> list[list[Rollout]]:
         """The groups that this rank trains on: the same minibatches, of even cost over the data-parallel ranks."""
-        algorithm = self.recipe.algorithm
-        indices = self._sampler.indices(step - 1, algorithm.prompts_per_step)
-        places = [place for place, _ in self._step_share(step)]
         groups, self.imbalance = balance(
             groups,
-            places,
-            algorithm.minibatches,
+            [rollouts[0].prompt.prompt.index for rollouts in groups],
+            self.recipe.algorithm.minibatches,
             self.cost,
-            lambda place: self.encoder.encode(self.train_prompts[indices[place]]),
+            lambda index: self.encoder.encode(self.train_prompts[index]),
         )
         return groups
 

@@ -20,7 +20,10 @@ from megarl.options import rl_optimizer, sampling_options, step_options, warmup_
 from megarl.platform.kernels import kernels
 from megarl.platform.launch import StopSignal
 from megarl.recipe import Recipe
+from megarl.resample import resample
 from megarl.rewards import Batch
+from megarl.rollout.engine import Rollout
+from megarl.rollout.spread import generate_spread
 from megarl.run import build_run, start_ranks
 from megarl.startup import keep_recipe, prepare_data, refuse_other_recipe
 from megarl.training import checkpoint
@@ -54,6 +57,7 @@ class Session:
         self._reference: ReferencePolicy | None = None
         self._accuracy: float | None = None
         self._stopped = False
+        self._resampled = 0.0
         self._progress = Progress(recipe.steps) if self._main else NullProgress()
         self._checkpoints, self._reference_folder = folder / "checkpoints", folder / "reference"
         self._resume()
@@ -139,9 +143,21 @@ class Session:
             if every and step % every == 0:
                 self._save()
 
+    def resample(self, step: int, groups: list[list[Rollout]]) -> list[list[Rollout]]:
+        """The groups, with those that teach nothing replaced as far as the recipe lets them be."""
+        run, algorithm = self.run, self._recipe.algorithm
+
+        def draw(number: int, positions: list[int]) -> list[list[Rollout]]:
+            prompts, keys = run.other_prompts(step, number, positions)
+            return generate_spread(run.engine, prompts, self.sampling, algorithm.group_size, keys)
+
+        rounds = algorithm.resample_rounds
+        groups, self._resampled = resample(groups, rounds, lambda some: run.judge(some).constant, draw)
+        return groups
+
     def report(self, step: int, batch: Batch, scored: Scored, credit: Credit, learned: dict[str, float]) -> None:
         """Writes what the step did: metrics, rollouts, and the evaluation where one is due."""
-        phases = self.timer.pop()
+        phases, rewards = self.timer.pop(), batch.metrics()
         engine = [sample.rollout_log_probs for sample in batch.samples]
         labels = [sample.sequence.prompt.modality for sample in batch.samples]
         parts = mismatch_by_label(engine, scored.trainer, labels, MODALITIES)
@@ -149,17 +165,18 @@ class Session:
         trained = sum(len(s.sequence) for s in batch.samples) * self._recipe.algorithm.epochs
         trained = float(over_data_parallel(torch.tensor([float(trained)])))
         values = {
-            **batch.metrics,
+            **rewards,
             **learned,
             **labelled_metrics(parts, MODALITIES),
             **phases,
-            "throughput/generated_tokens_per_s": batch.metrics["rollout/tokens"] / phases["time/rollout"],
+            "throughput/generated_tokens_per_s": rewards["rollout/tokens"] / phases["time/rollout"],
             "throughput/trained_tokens_per_s": trained / phases["time/train"],
             "media/encoded": self.run.engine.features.encoded,
             "media/asked": self.run.engine.asked,
             "media/feature_bytes_peak": self.run.engine.features.peak_bytes,
             **self.run.encoder.metrics(),
             "rollout/imbalance": self.run.imbalance,
+            "rollout/resampled": self._resampled,
         }
         self._save_rollouts(step, batch, scored, credit)
         self._progress.step(step, values)
@@ -210,15 +227,22 @@ class Session:
                 media=tuple(source.name for source in rollout.prompt.prompt.media),
                 answer=rollout.prompt.prompt.answer,
                 completion=text,
-                reward=score.reward,
+                reward=reward,
                 advantage=advantage,
                 finished="stop" if rollout.finished else "length",
                 ids=rollout.ids.tolist(),
                 engine_logprobs=rollout.log_probs.tolist(),
                 trainer_logprobs=trainer.tolist(),
             )
-            for rollout, text, score, advantage, trainer in list(
-                zip(batch.rollouts, batch.texts, batch.scores, credit.advantages.tolist(), scored.trainer, strict=True)
+            for rollout, text, reward, advantage, trainer in list(
+                zip(
+                    batch.rollouts,
+                    batch.texts,
+                    batch.rewards.tolist(),
+                    credit.advantages.tolist(),
+                    scored.trainer,
+                    strict=True,
+                )
             )[:most]
         ]
         write_rollouts(self.run.folder / "rollouts" / f"step_{step}.jsonl", rows)

@@ -440,7 +440,7 @@ TINY = "model.tiny_processor"
         (
             MINIMAL,
             ["algorithm.advantage=component_std"],
-            "algorithm.advantage = 'component_std', environment.format_reward = 0.0: ",
+            "algorithm.advantage = 'component_std', environment.format_reward = 0.0, environment.overlong_buffer = 0: ",
         ),
         (
             MINIMAL,
@@ -449,6 +449,16 @@ TINY = "model.tiny_processor"
                 "environment={format: a, format_reward: 0.1}",
             ],
             "algorithm.advantage = 'component_std', algorithm.kl_in = 'reward': ",
+        ),
+        (
+            MINIMAL,
+            ["environment.overlong_buffer=9"],
+            "environment.overlong_buffer = 9, rollout.max_new_tokens = 8: the buffer is a part",
+        ),
+        (
+            MINIMAL,
+            ["environment.overlong_penalty=0.5"],
+            "environment.overlong_penalty = 0.5, environment.overlong_buffer = 0: the penalty needs a buffer",
         ),
         (
             MINIMAL,
