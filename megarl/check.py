@@ -188,6 +188,8 @@ def estimate_memory(
     if "vision" not in recipe.model.freeze:
         patches = row * config.vision_config.spatial_merge_size**2
         activations += vision.layers * layer_activations(vision, patches, item, tensor_parallel, False)
+    if recipe.algorithm.perception.coefficient > 0:
+        activations *= 2  # of a row and of its twin
 
     return Memory(
         weights=item * shard,

@@ -5,6 +5,7 @@ import torch
 from megarl.algorithms.advantages import AdvantageOptions
 from megarl.algorithms.corrections import CorrectionOptions
 from megarl.algorithms.objective import ObjectiveOptions
+from megarl.algorithms.perception import PerceptionOptions
 from megarl.environments.exact_match import ExactMatch
 from megarl.environments.score import Environment
 from megarl.environments.visual_answer import VisualAnswer
@@ -105,6 +106,7 @@ def step_options(recipe: Recipe) -> StepOptions:
             a.surrogate,
             a.dual_clip,
             a.kl_estimator,
+            PerceptionOptions(**a.perception.model_dump()),
         ),
         credit=CreditOptions(
             a.group_size,
@@ -119,6 +121,7 @@ def step_options(recipe: Recipe) -> StepOptions:
         tokens_per_row=recipe.training.tokens_per_row,
         normalization=a.normalization,
         max_new_tokens=recipe.rollout.max_new_tokens,
+        seed=recipe.seed,
     )
 
 

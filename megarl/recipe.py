@@ -194,6 +194,18 @@ class CorrectionSection(Section):
     """Distance of one token's log-probabilities, in nats, above which its rollout is left out; null: off."""
 
 
+class PerceptionSection(Section):
+    coefficient: NonNegativeFloat = 0.0
+    """Weight of the divergence between the policy and the policy from which a part of the media is hidden, which is to
+    grow (PAPO); 0: off. Each row goes through the model twice."""
+    mask_ratio: Annotated[float, Field(gt=0, le=1)] = 0.6
+    """Share of the patches that are hidden."""
+    entropy_coefficient: NonNegativeFloat = 0.0
+    """Weight of the policy's entropy, which is to fall."""
+    masked_entropy_coefficient: NonNegativeFloat = 0.0
+    """Weight of the entropy of the policy from which a part is hidden, which is to fall too."""
+
+
 class AlgorithmSection(Section):
     advantage: Literal[
         "group_std",
@@ -246,6 +258,8 @@ class AlgorithmSection(Section):
     """Denominator of the ratio: the trainer's before its first update, or what the engine sampled with."""
     correction: CorrectionSection = CorrectionSection()
     """What is done about tokens to which engine and trainer give different probabilities."""
+    perception: PerceptionSection = PerceptionSection()
+    """What the policy is to gain from looking at the media."""
 
     @property
     def rollouts_per_step(self) -> int:
@@ -628,6 +642,17 @@ def _algorithm_conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
             f"algorithm.correction.{key} algorithm.correction.level",
             "there is no weight to bound; set a level",
         )
+    for key in ("entropy_coefficient", "masked_entropy_coefficient"):
+        yield (
+            getattr(a.perception, key) > 0 and a.perception.coefficient == 0,
+            f"algorithm.perception.{key} algorithm.perception.coefficient",
+            "it keeps the divergence in check, which has no weight",
+        )
+    yield (
+        a.perception.entropy_coefficient > 0 and a.entropy_coefficient > 0,
+        "algorithm.perception.entropy_coefficient algorithm.entropy_coefficient",
+        "one wants a low entropy and the other a high one",
+    )
 
 
 def _corrections_on(section: CorrectionSection) -> list[str]:

@@ -33,7 +33,7 @@ def train(arguments: list[str]) -> None:
                 scored = session.policy_step.score(batch.samples)
                 credit = session.policy_step.credit(batch.samples, scored)
             with timer("train"):
-                learned = session.policy_step.update(batch.samples, scored, credit)
+                learned = session.policy_step.update(batch.samples, scored, credit, step)
             run.engine.weights_changed()
             session.report(step, batch, scored, credit, learned)
         session.finish()

@@ -497,6 +497,16 @@ TINY = "model.tiny_processor"
         ),
         (
             MINIMAL,
+            ["algorithm.perception.masked_entropy_coefficient=0.03"],
+            "algorithm.perception.masked_entropy_coefficient = 0.03, algorithm.perception.coefficient = 0.0: ",
+        ),
+        (
+            MINIMAL,
+            ["algorithm={entropy_coefficient: 0.1, perception: {coefficient: 0.01, entropy_coefficient: 0.03}}"],
+            "algorithm.perception.entropy_coefficient = 0.03, algorithm.entropy_coefficient = 0.1: one wants",
+        ),
+        (
+            MINIMAL,
             ["rollout.max_tokens_per_step=256"],
             "rollout.max_tokens_per_step = 256, rollout.max_requests = 512: every decoding request",
         ),
@@ -535,6 +545,7 @@ def test_conflict(write, text, overrides, message):
         ["optimizer.warmup_steps=10"],
         ["rollout.top_p=0.9"],
         ["algorithm={advantage: max_at_k, best_of: 16}"],
+        ["algorithm.perception={coefficient: 0.01, entropy_coefficient: 0.03, masked_entropy_coefficient: 0.03}"],
         ["algorithm={ratio: sequence, correction: {level: geometric, bound: mask, low: 0.5, drop_max: 3}}"],
         ["algorithm={kl_in: reward, kl_coefficient: 0.01, kl_estimator: k1, reference_every: 5}"],
         ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.kl import ESTIMATORS, Estimator, k3
+from megarl.algorithms.perception import PerceptionInputs, PerceptionOptions, perception_loss
 from megarl.algorithms.surrogate import RatioLevel, Surrogate, beyond, cispo, clipped, log_ratio, unclipped
 
 
@@ -21,6 +22,7 @@ class ObjectiveOptions:
     surrogate: Surrogate = "clipped"
     dual_clip: float | None = None
     kl_estimator: Estimator = "k3"
+    perception: PerceptionOptions = PerceptionOptions()
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +44,8 @@ class ObjectiveInputs:
     """Factors of the policy-gradient term (`megarl.algorithms.corrections`); None: 1."""
     weights: Tensor | None = None
     """Factors of the loss (`megarl.algorithms.normalization`); None: 1, a mean over tokens."""
+    perception: PerceptionInputs | None = None
+    """Needed where the coefficient of `perception` is not 0."""
 
 
 METRICS = (
@@ -54,6 +58,7 @@ METRICS = (
     "policy/entropy",
     "policy/kl",
     "policy/update_kl",
+    "policy/perception_kl",
 )
 """Names of `objective`'s sums, each over tokens; of the deviation, its square."""
 
@@ -80,13 +85,28 @@ def objective(inputs: ObjectiveInputs, options: ObjectiveOptions) -> tuple[Tenso
     if inputs.reference_log_probs is not None:
         kl = ESTIMATORS[options.kl_estimator](inputs.log_probs, inputs.reference_log_probs)
         loss = loss + options.kl_coefficient * kl
+    perception_kl = torch.zeros_like(loss)
+    if inputs.perception is not None:
+        loss = loss + perception_loss(inputs.log_probs, inputs.entropy, inputs.perception, options.perception)
+        perception_kl = k3(inputs.log_probs, inputs.perception.masked_log_probs)
     if inputs.weights is not None:
         loss = loss * inputs.weights
     below, above = (torch.zeros_like(ratio, dtype=torch.bool),) * 2
     if options.surrogate != "unclipped":
         below, above = beyond(ratio, advantages, low, high)
     update_kl = k3(inputs.old_log_probs, inputs.log_probs)
-    sums = [loss, ratio, (ratio - 1).square(), below | above, below, above, inputs.entropy, kl, update_kl]
+    sums = [
+        loss,
+        ratio,
+        (ratio - 1).square(),
+        below | above,
+        below,
+        above,
+        inputs.entropy,
+        kl,
+        update_kl,
+        perception_kl,
+    ]
     return loss.sum(), torch.stack([x.detach().sum().to(loss.dtype) for x in sums])
 
 

@@ -1,13 +1,16 @@
 """One GRPO step on a batch of rollouts: frozen log-probabilities first, then the updates."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.normalization import Normalization, batch_totals, sequence_weights
 from megarl.algorithms.objective import METRICS, ObjectiveInputs, ObjectiveOptions, cross_entropy, objective
+from megarl.algorithms.perception import PerceptionInputs
 from megarl.algorithms.sequences import spread
+from megarl.media.mask import mask_patches
 from megarl.packing.cost import CostModel
 from megarl.packing.rows import PackedRow, TokenSequence, by_member, pack
 from megarl.training.credit import Credit, CreditOptions, Sample, Scored, assign_credit
@@ -28,6 +31,8 @@ class StepOptions:
     normalization: Normalization = "token"
     max_new_tokens: int = 1
     """The divisor of `constant` normalization."""
+    seed: int = 1
+    """Of the patches that are hidden where the objective's perception term is on."""
 
 
 class PolicyStep:
@@ -61,8 +66,11 @@ class PolicyStep:
         """What each sample counts for in the updates.  Collective."""
         return assign_credit(samples, scored, self._options.credit)
 
-    def update(self, samples: list[Sample], scored: Scored, credit: Credit) -> dict[str, float]:
+    def update(self, samples: list[Sample], scored: Scored, credit: Credit, step: int = 1) -> dict[str, float]:
         """All epochs and minibatches; samples of a group stay in one minibatch.
+
+        Args:
+            step: decides which patches are hidden from the twin of a row.
 
         Returns:
             Means over the batch's tokens and updates, equal on all ranks.
@@ -75,14 +83,12 @@ class PolicyStep:
                 rows = self._pack([samples[i] for i in chosen])
                 weights = self._weights([samples[i] for i in chosen], credit.kept[start : start + size])
 
-                def loss(row: PackedRow, log_probs: Tensor, entropy: Tensor, chosen=chosen, weights=weights):
+                def loss(row: PackedRow, *outputs: Tensor, chosen=chosen, weights=weights):
                     members = [chosen[m] for m in row.members]
-                    inputs = self._inputs(
-                        samples, scored, credit, members, log_probs, entropy, weights[list(row.members)]
-                    )
+                    inputs = self._inputs(samples, scored, credit, members, weights[list(row.members)], *outputs)
                     return objective(inputs, self._options.objective)
 
-                result, added = self._trainer.update(rows, loss)
+                result, added = self._trainer.update(rows, loss, self._twin(step))
                 results.append(result)
                 sums += added.cpu()
                 tokens += sum(row.targets.numel() for row in rows)
@@ -103,17 +109,29 @@ class PolicyStep:
         totals = over_data_parallel(batch_totals(lengths, kept))
         return sequence_weights(lengths, kept, totals, self._options.normalization, self._options.max_new_tokens)
 
+    def _twin(self, step: int) -> Callable[[PackedRow], PackedRow] | None:
+        """Gives a row in which a part of the media is hidden, where the objective compares the two."""
+        perception = self._options.objective.perception
+        if not perception.coefficient:
+            return None
+        key = f"{self._options.seed}/{step}/"
+        return lambda row: replace(
+            row, items=tuple(mask_patches(item, perception.mask_ratio, key) for item in row.items)
+        )
+
     def _inputs(
         self,
         samples: list[Sample],
         scored: Scored,
         credit: Credit,
         members: list[int],
-        log_probs,
-        entropy,
         weights: Tensor,
-    ):
-        """Of a row that holds `members` of the samples, each of whose tokens has its weight in `weights`."""
+        log_probs: Tensor,
+        entropy: Tensor,
+        *masked: Tensor,
+    ) -> ObjectiveInputs:
+        """Of a row that holds `members` of the samples, each of whose tokens has its weight in `weights`; `masked` are
+        log-probabilities and entropies of the row's twin, where it has one."""
         device = log_probs.device
         lengths = [samples[m].sequence.completion.numel() for m in members]
 
@@ -123,6 +141,10 @@ class PolicyStep:
         old = scored.trainer
         if self._options.old_log_probs == "rollout":
             old = [sample.rollout_log_probs for sample in samples]
+        perception = None
+        if masked:
+            sees = torch.tensor([bool(samples[m].sequence.prompt.items) for m in members])
+            perception = PerceptionInputs(*masked, spread(sees, lengths).to(device))
         return ObjectiveInputs(
             log_probs=log_probs,
             entropy=entropy,
@@ -132,6 +154,7 @@ class PolicyStep:
             reference_log_probs=tokens(scored.reference) if scored.reference is not None else None,
             corrections=tokens(credit.corrections),
             weights=spread(weights, lengths).to(device),
+            perception=perception,
         )
 
     def _pack(self, samples: list[Sample]) -> list[PackedRow]:

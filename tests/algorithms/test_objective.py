@@ -35,6 +35,7 @@ def test_objective_by_hand():
             "policy/entropy": 4,
             "policy/kl": kl,
             "policy/update_kl": (2 - 1 - math.log(2)) + (0.5 - 1 + math.log(2)),
+            "policy/perception_kl": 0,
         }
     )
 

@@ -1,8 +1,11 @@
 """A GRPO step against one written down again in plain PyTorch over transformers."""
 
+import dataclasses
+
 import pytest
 import torch
 
+from megarl.media.mask import mask_patches
 from tests import tiny
 from tests.distributed import LAYOUTS, Layout, lazy
 
@@ -10,6 +13,7 @@ policies = lazy("tests.policies")
 grpo = lazy("megarl.training.grpo")
 credits = lazy("megarl.training.credit")
 objective = lazy("megarl.algorithms.objective")
+perception = lazy("megarl.algorithms.perception")
 reference_policy = lazy("megarl.training.reference")
 
 RATE, GROUP = 2e-3, 2
@@ -41,13 +45,15 @@ def _step(checkpoint, batch, options, sequence_parallel=False, moved=False, sett
         policies.begin(trainer, RATE, weight_decay=0.0, clip_grad=0.0)
     start = policies.weights(policy)
     samples = [credits.Sample(sequence, log_probs, (0.0,)) for sequence, log_probs, _ in batch]
-    options = {"tokens_per_row": 200, "credit": credits.CreditOptions(GROUP), **options}
+    options = {"tokens_per_row": 200, "credit": credits.CreditOptions(GROUP), "seed": 5, **options}
+    if "perception" in settings:
+        settings = {**settings, "perception": perception.PerceptionOptions(**settings["perception"])}
     step = grpo.PolicyStep(
         trainer, kept, grpo.StepOptions(objective=objective.ObjectiveOptions(**settings), **options), tiny.MERGE
     )
     scored = step.score(samples)
-    given = _credit(batch, **credit or {})
-    return start, (scored.trainer, scored.reference), step.update(samples, scored, given), policies.weights(policy)
+    metrics = step.update(samples, scored, _credit(batch, **credit or {}), step=3)
+    return start, (scored.trainer, scored.reference), metrics, policies.weights(policy)
 
 
 def _credit(batch, corrections=None, kept=None):
@@ -164,6 +170,10 @@ VARIANTS = {
     "GSPO": (dict(ratio="sequence", clip_low=0.02, clip_high=0.03), dict(normalization="sequence")),
     "dual clip, k1": (dict(dual_clip=1.3, kl_coefficient=0.3, kl_estimator="k1"), dict()),
     "CISPO": (dict(surrogate="cispo", clip_low=1.0, clip_high=0.1), dict()),
+    "PAPO": (
+        dict(perception=dict(coefficient=0.4, mask_ratio=0.5, entropy_coefficient=0.1, masked_entropy_coefficient=0.2)),
+        dict(normalization="sequence"),
+    ),
     "unclipped, k2": (dict(surrogate="unclipped", kl_coefficient=0.3, kl_estimator="k2"), dict()),
 }
 KEPT = [True, False, True, True, True, True, True, False]
@@ -211,8 +221,14 @@ def _plain_loss(checkpoint, start, batch, corrections, name):
             d = log_probs[t] - kept[index][t]
             loss = loss + o.get("kl_coefficient", 0.0) * (d if o.get("kl_estimator") == "k1" else d * d / 2)
             losses.append(loss)
+        if "perception" in o and sequence.prompt.items:
+            items = tuple(mask_patches(item, 0.5, "5/3/") for item in sequence.prompt.items)
+            hidden = dataclasses.replace(sequence.prompt, items=items)
+            less, flat = plain.policy.log_probs(hidden, sequence.completion)
+            d = log_probs - less
+            losses.append((-0.4 * (torch.exp(-d) + d - 1) + 0.1 * entropy + 0.2 * flat).sum())
         summed = torch.stack(losses).sum()
-        divisor = {"token": tokens, "sequence": len(losses) * sum(KEPT), "constant": 17 * sum(KEPT)}
+        divisor = {"token": tokens, "sequence": len(log_probs) * sum(KEPT), "constant": 17 * sum(KEPT)}
         means.append(summed / divisor[options.get("normalization", "token")])
     for parameter in plain.policy.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
