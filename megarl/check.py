@@ -215,6 +215,27 @@ def check_kv_cache(recipe: Recipe, config: "PreTrainedConfig", dtype: str) -> No
         )
 
 
+def check_reference(folder: str, config: "PreTrainedConfig") -> None:
+    """Refuses a reference policy whose weights do not fit into the policy's module."""
+    key = "algorithm.reference"
+    theirs, ours = (_sizes(one) for one in (hf_config(folder, None, key), config))
+    for name in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(name) != ours.get(name):
+            raise UserError(
+                f"{key} = {folder!r} has {name} = {theirs.get(name)}: should be {ours.get(name)}, as the policy's"
+            )
+
+
+def _sizes(config: "PreTrainedConfig") -> dict[str, int | str]:
+    """The whole numbers of a configuration that are no token's id, by dotted key, and the family."""
+    found = {"model_type": config.model_type}
+    for section, values in config.to_dict().items():
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, int) and not key.endswith("token_id") and key != "max_position_embeddings":
+                found[f"{section}.{key}"] = value
+    return found
+
+
 def check_folders(model: ModelSection, data: DataSection) -> None:
     """Refuses folders that the run would read and that do not exist."""
     if model.processor is not None and not Path(model.processor).is_dir():
@@ -242,6 +263,8 @@ def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":
     if recipe.data.generator is not None:
         check_options(recipe.data.generator, recipe.data.generator_options)
     config = hf_config(recipe.model.path, recipe.model.config)
+    if recipe.algorithm.reference is not None:
+        check_reference(recipe.algorithm.reference, config)
     check_heads(config, recipe.parallel.tensor_model_parallel_size)
     check_context(config, recipe.parallel.tensor_model_parallel_size, recipe.parallel.context_parallel_size)
     check_experts(config, recipe.parallel)

@@ -233,8 +233,9 @@ class AlgorithmSection(Section):
     """Optimizer updates in an epoch; each takes an equal share of the step's prompts."""
     ratio: Literal["token", "sequence"] = "token"
     """Probability ratio of each token, or the geometric mean over its completion (GSPO)."""
-    surrogate: Literal["clipped", "cispo", "unclipped"] = "clipped"
-    """What is made of the ratio: PPO's pessimistic clipping, a bounded weight of the log-probability, or nothing."""
+    surrogate: Literal["clipped", "cispo", "unclipped", "none"] = "clipped"
+    """What is made of the ratio: PPO's pessimistic clipping, a bounded weight of the log-probability, the ratio itself;
+    none: rewards teach nothing, only the divergence to the reference does."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """The probability ratio is clipped below 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
@@ -250,6 +251,9 @@ class AlgorithmSection(Section):
     """Estimate of the divergence from the sampled tokens."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where it counts: at each token of the loss, or summed over the completion in the reward."""
+    reference: str | None = None
+    """Folder of a Hugging Face checkpoint of the same sizes and tokens that is the reference, such as a teacher; null:
+    the policy that RL began with."""
     reference_every: NonNegativeInt = 0
     """RL steps after which the policy becomes its own reference; 0: never."""
     entropy_coefficient: NonNegativeFloat = 0.0
@@ -618,12 +622,27 @@ def _algorithm_conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         "algorithm.dual_clip algorithm.surrogate",
         "only the clipped surrogate has a second bound",
     )
-    for key, given in (("kl_in", a.kl_in == "reward"), ("reference_every", a.reference_every > 0)):
+    asked = (
+        ("kl_in", a.kl_in == "reward"),
+        ("reference", a.reference is not None),
+        ("reference_every", a.reference_every > 0),
+    )
+    for key, given in asked:
         yield (
             given and a.kl_coefficient == 0,
             f"algorithm.{key} algorithm.kl_coefficient",
             "there is no reference policy without a weight of the divergence",
         )
+    yield (
+        a.reference is not None and a.reference_every > 0,
+        "algorithm.reference algorithm.reference_every",
+        "a checkpoint does not move",
+    )
+    yield (
+        a.surrogate == "none" and (a.kl_coefficient == 0 or a.kl_in == "reward"),
+        "algorithm.surrogate algorithm.kl_coefficient algorithm.kl_in",
+        "without a policy gradient the divergence must be in the loss",
+    )
     yield (
         a.ratio == "sequence" and c.level == "token",
         "algorithm.ratio algorithm.correction.level",

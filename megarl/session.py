@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megarl.evaluate import evaluate
 from megarl.media.item import MODALITIES
-from megarl.models.build import save_checkpoint
+from megarl.models.build import fill, save_checkpoint
 from megarl.observe.curve import draw_curve
 from megarl.observe.metrics import MetricsLog
 from megarl.observe.mismatch import MismatchParts, labelled_metrics, mismatch_by_label
@@ -94,10 +94,13 @@ class Session:
             self.run.engine.weights_changed()
 
     def _begin_rl(self, moved_reference: Path | None = None) -> None:
-        """A fresh optimizer, and the reference policy: the weights that RL began with, or those that it has moved to
-        since."""
-        run = self.run
-        if self._recipe.algorithm.kl_coefficient:
+        """A fresh optimizer, and the reference policy: another checkpoint, the weights that RL began with, or those
+        that it has moved to since."""
+        run, algorithm = self.run, self._recipe.algorithm
+        if algorithm.reference:
+            teacher = Path(algorithm.reference)
+            self._reference = ReferencePolicy.filled(run.policy.model, lambda: fill(run.policy, teacher))
+        elif algorithm.kl_coefficient:
             kept = moved_reference or self._reference_folder
             if kept.exists():
                 checkpoint.load_weights(kept, run.trainer)

@@ -259,7 +259,7 @@ def test_missing_key_says_what_it_is(write):
             "should be 'group_std', 'group_mean', 'leave_one_out', 'batch_std', 'group_mean_batch_std', "
             "'component_std' or 'max_at_k'",
         ),
-        ("algorithm.surrogate=ppo", "should be 'clipped', 'cispo' or 'unclipped'"),
+        ("algorithm.surrogate=ppo", "should be 'clipped', 'cispo', 'unclipped' or 'none'"),
         ("algorithm.dual_clip=1", "should be greater than 1"),
         ("algorithm.correction.level=word", "should be 'none', 'token', 'sequence' or 'geometric'"),
         ("optimizer=null", "should be a mapping"),
@@ -507,6 +507,21 @@ TINY = "model.tiny_processor"
         ),
         (
             MINIMAL,
+            ["algorithm.reference=teacher"],
+            "algorithm.reference = 'teacher', algorithm.kl_coefficient = 0.0: there is no reference policy without",
+        ),
+        (
+            MINIMAL,
+            ["algorithm={reference: teacher, kl_coefficient: 1, reference_every: 2}"],
+            "algorithm.reference = 'teacher', algorithm.reference_every = 2: a checkpoint does not move",
+        ),
+        (
+            MINIMAL,
+            ["algorithm.surrogate=none"],
+            "algorithm.surrogate = 'none', algorithm.kl_coefficient = 0.0, algorithm.kl_in = 'loss': without a policy",
+        ),
+        (
+            MINIMAL,
             ["rollout.max_tokens_per_step=256"],
             "rollout.max_tokens_per_step = 256, rollout.max_requests = 512: every decoding request",
         ),
@@ -545,6 +560,7 @@ def test_conflict(write, text, overrides, message):
         ["optimizer.warmup_steps=10"],
         ["rollout.top_p=0.9"],
         ["algorithm={advantage: max_at_k, best_of: 16}"],
+        ["algorithm={reference: teacher, surrogate: none, kl_coefficient: 1, kl_estimator: k2}"],
         ["algorithm.perception={coefficient: 0.01, entropy_coefficient: 0.03, masked_entropy_coefficient: 0.03}"],
         ["algorithm={ratio: sequence, correction: {level: geometric, bound: mask, low: 0.5, drop_max: 3}}"],
         ["algorithm={kl_in: reward, kl_coefficient: 0.01, kl_estimator: k1, reference_every: 5}"],

@@ -76,8 +76,10 @@ def objective(inputs: ObjectiveInputs, options: ObjectiveOptions) -> tuple[Tenso
         loss = clipped(ratio, advantages, low, high, options.dual_clip)
     elif options.surrogate == "cispo":
         loss = cispo(inputs.log_probs, ratio, advantages, low, high)
-    else:
+    elif options.surrogate == "unclipped":
         loss = unclipped(ratio, advantages)
+    else:
+        loss = torch.zeros_like(ratio)
     if inputs.corrections is not None:
         loss = loss * inputs.corrections
     loss = loss - options.entropy_coefficient * inputs.entropy
@@ -92,7 +94,7 @@ def objective(inputs: ObjectiveInputs, options: ObjectiveOptions) -> tuple[Tenso
     if inputs.weights is not None:
         loss = loss * inputs.weights
     below, above = (torch.zeros_like(ratio, dtype=torch.bool),) * 2
-    if options.surrogate != "unclipped":
+    if options.surrogate in ("clipped", "cispo"):
         below, above = beyond(ratio, advantages, low, high)
     update_kl = k3(inputs.old_log_probs, inputs.log_probs)
     sums = [

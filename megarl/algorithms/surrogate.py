@@ -12,7 +12,7 @@ from torch import Tensor
 from megarl.algorithms.sequences import sequence_means, spread
 
 RatioLevel = Literal["token", "sequence"]
-Surrogate = Literal["clipped", "cispo", "unclipped"]
+Surrogate = Literal["clipped", "cispo", "unclipped", "none"]
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor, level: RatioLevel, lengths: Sequence[int]) -> Tensor:

@@ -1,5 +1,6 @@
 """The reference policy: a snapshot of the weights, swapped into the model in place."""
 
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
@@ -11,13 +12,24 @@ class ReferencePolicy:
 
     Args:
         model: the policy.
+        whole: hold what is not trained too, for a reference whose weights come from elsewhere.
     """
 
-    def __init__(self, model):
+    def __init__(self, model, whole: bool = False):
         self._model = model
         self.weights = {
-            name: _on_host(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+            name: _on_host(parameter)
+            for name, parameter in model.named_parameters()
+            if whole or parameter.requires_grad
         }
+
+    @classmethod
+    def filled(cls, model, fill: Callable[[], None]) -> "ReferencePolicy":
+        """The weights that `fill` writes into the model, which has its own again afterwards."""
+        reference = cls(model, whole=True)
+        with reference.swapped_in():
+            fill()
+        return reference
 
     @torch.no_grad()
     def take(self) -> None:
