@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from megarl.errors import UserError
 from megarl.recipe import Recipe, _fields, check_world, load_recipe, save_recipe
 
-RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").rglob("*.yaml"))
 
 MINIMAL = """\
 steps: 10
