@@ -253,7 +253,10 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+QUICK = ("constant length", "GSPO", "PAPO")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS])
 def test_variants_against_plain_pytorch(ranks, checkpoint, batch, name):
     """Loss and gradient norm of each objective: the same from rows of any size, from data-parallel ranks with half of
     the batch, and from ranks that share rows."""
