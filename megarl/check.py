@@ -227,11 +227,11 @@ def check_reference(folder: str, config: "PreTrainedConfig") -> None:
 
 
 def _sizes(config: "PreTrainedConfig") -> dict[str, int | str]:
-    """The whole numbers of a configuration that are no token's id, by dotted key, and the family."""
+    """The family and, by dotted key, the whole numbers of a configuration that are no token's id."""
     found = {"model_type": config.model_type}
     for section, values in config.to_dict().items():
         for key, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, int) and not key.endswith("token_id") and key != "max_position_embeddings":
+            if type(value) is int and not key.endswith("token_id") and key != "max_position_embeddings":
                 found[f"{section}.{key}"] = value
     return found
 

@@ -16,7 +16,7 @@ from tests import commands
 ROOT = Path(__file__).parent.parent
 VARIANTS = sorted((ROOT / "recipes" / "variants").glob("*.yaml"))
 SMALL = (
-    *("steps=2", "warmup.steps=4", "warmup.batch_size=16", "algorithm.prompts_per_step=8", "algorithm.group_size=4"),
+    *("steps=2", "warmup.steps=4", "warmup.batch_size=16", "algorithm.prompts_per_step=16", "algorithm.group_size=2"),
     *("evaluation.max_prompts=8", "evaluation.at_start=false", "evaluation.every=0", "optimizer.warmup_steps=0"),
 )
 
@@ -51,7 +51,8 @@ def test_variant(recipe, data, tmp_path):
         assert line["optimizer/skipped_updates"] == 0
         assert line["mismatch/max/image"] == line["mismatch/max"] < 1e-5
         assert (line["policy/perception_kl"] > 0) == (recipe.stem == "papo")
-        assert (line["rollout/resampled"] > 0) == (recipe.stem == "dapo")
+    # Rewards of a pair are often equal.
+    assert (sum(line["rollout/resampled"] for line in lines) > 0) == (recipe.stem == "dapo")
     assert (lines[1]["policy/kl"] != 0) == (recipe.stem != "dapo")
 
 
