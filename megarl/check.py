@@ -68,6 +68,7 @@ class Memory:
     gradients: int
     optimizer_state: int
     reference_snapshot: int
+    """In the host's memory."""
     kv_cache: int
     activations_rollout: int
     activations_training: int
@@ -75,7 +76,7 @@ class Memory:
     @property
     def held(self) -> int:
         """Kept through both phases."""
-        weights = self.weights + self.engine_weights + self.reference_snapshot
+        weights = self.weights + self.engine_weights
         return weights + self.gradients + self.optimizer_state + self.kv_cache
 
     @property
@@ -199,6 +200,8 @@ def estimate_memory(
     if "vision" not in recipe.model.freeze:
         patches = row * config.vision_config.spatial_merge_size**2
         activations += vision.layers * layer_activations(vision, patches, item, tensor_parallel, False)
+    if recipe.algorithm.perception.coefficient > 0:
+        activations *= 2  # of a row and of its twin
 
     return Memory(
         weights=item * shard,
@@ -239,6 +242,27 @@ def check_kv_cache(recipe: Recipe, config: "PreTrainedConfig", dtype: str) -> No
         )
 
 
+def check_reference(folder: str, config: "PreTrainedConfig") -> None:
+    """Refuses a reference policy whose weights do not fit into the policy's module."""
+    key = "algorithm.reference"
+    theirs, ours = (_sizes(one) for one in (hf_config(folder, None, key), config))
+    for name in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(name) != ours.get(name):
+            raise UserError(
+                f"{key} = {folder!r} has {name} = {theirs.get(name)}: should be {ours.get(name)}, as the policy's"
+            )
+
+
+def _sizes(config: "PreTrainedConfig") -> dict[str, int | str]:
+    """The family and, by dotted key, the whole numbers of a configuration that are no token's id."""
+    found = {"model_type": config.model_type}
+    for section, values in config.to_dict().items():
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if type(value) is int and not key.endswith("token_id") and key != "max_position_embeddings":
+                found[f"{section}.{key}"] = value
+    return found
+
+
 def check_folders(model: ModelSection, data: DataSection) -> None:
     """Refuses folders that the run would read and that do not exist."""
     if model.processor is not None and not Path(model.processor).is_dir():
@@ -266,6 +290,8 @@ def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":
     if recipe.data.generator is not None:
         check_options(recipe.data.generator, recipe.data.generator_options)
     config = hf_config(recipe.model.path, recipe.model.config)
+    if recipe.algorithm.reference is not None:
+        check_reference(recipe.algorithm.reference, config)
     check_heads(config, recipe.parallel.tensor_model_parallel_size)
     check_context(config, recipe.parallel.tensor_model_parallel_size, recipe.parallel.context_parallel_size)
     check_ring(config, recipe.parallel.cp_comm_type)
@@ -319,12 +345,12 @@ def report(recipe: Recipe, world_size: int) -> str:
         *[("weights of the engine", "engine_weights")] * (rollout.parallel is not None),
         ("gradients", "gradients"),
         ("optimizer state", "optimizer_state"),
-        ("reference snapshot", "reference_snapshot"),
         ("KV cache", "kv_cache"),
         ("activations, rollout", "activations_rollout"),
         ("activations, training", "activations_training"),
         ("peak, rollout", "rollout_peak"),
         ("peak, training", "training_peak"),
+        ("on the host: reference", "reference_snapshot"),
     ):
         lines.append(f"{title:<24}" + "".join(f"{getattr(memory, field) / GIB:>12.3f}" for memory in memories))
     return "\n".join(lines)

@@ -4,7 +4,10 @@ from dataclasses import replace
 
 import torch
 
+from megarl.algorithms.advantages import AdvantageOptions
+from megarl.algorithms.corrections import CorrectionOptions
 from megarl.algorithms.objective import ObjectiveOptions
+from megarl.algorithms.perception import PerceptionOptions
 from megarl.environments.exact_match import ExactMatch
 from megarl.environments.score import Environment
 from megarl.environments.visual_answer import VisualAnswer
@@ -13,8 +16,10 @@ from megarl.media.options import ImageOptions, MediaOptions, VideoOptions
 from megarl.models.build import ModelOptions
 from megarl.platform.kernels import kernels
 from megarl.recipe import Recipe
+from megarl.rewards import RewardOptions
 from megarl.rollout.engine import EngineOptions
 from megarl.rollout.sampling import SamplingOptions
+from megarl.training.credit import CreditOptions
 from megarl.training.grpo import StepOptions
 from megarl.training.trainer import OptimizerOptions
 
@@ -77,6 +82,14 @@ def environment_of(recipe: Recipe) -> Environment:
     return ExactMatch(e.format, e.format_reward)
 
 
+def reward_options(recipe: Recipe) -> RewardOptions:
+    """What rewards depend on beside the answer."""
+    e = recipe.environment
+    return RewardOptions(
+        recipe.rollout.max_new_tokens, e.overlong_buffer, e.overlong_penalty, recipe.algorithm.filter_overlong
+    )
+
+
 def cuda_graphs(recipe: Recipe) -> bool:
     """Whether decode steps replay CUDA graphs."""
     return recipe.rollout.cuda_graphs and kernels().gpu
@@ -103,11 +116,31 @@ def step_options(recipe: Recipe) -> StepOptions:
     """How a batch of rollouts is trained on."""
     a = recipe.algorithm
     return StepOptions(
-        objective=ObjectiveOptions(a.clip_low, a.clip_high, a.kl_coefficient, a.entropy_coefficient),
+        objective=ObjectiveOptions(
+            a.clip_low,
+            a.clip_high,
+            a.kl_coefficient if a.kl_in == "loss" else 0.0,
+            a.entropy_coefficient,
+            a.ratio,
+            a.surrogate,
+            a.dual_clip,
+            a.kl_estimator,
+            PerceptionOptions(**a.perception.model_dump()),
+        ),
+        credit=CreditOptions(
+            a.group_size,
+            AdvantageOptions(a.advantage, a.best_of),
+            CorrectionOptions(**a.correction.model_dump()),
+            a.kl_coefficient if a.kl_in == "reward" else 0.0,
+            a.kl_estimator,
+        ),
         epochs=a.epochs,
         minibatches=a.minibatches,
         old_log_probs=a.old_log_probs,
         tokens_per_row=recipe.training.tokens_per_row,
+        normalization=a.normalization,
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        seed=recipe.seed,
     )
 
 

@@ -176,31 +176,100 @@ class EnvironmentSection(Section):
     """Added to the reward of a well-formed answer."""
     count_tolerance: NonNegativeInt = 0
     """Of `visual_answer`: a count that is off by d, of at most this, earns 1 - d / (count_tolerance + 1)."""
+    overlong_buffer: NonNegativeInt = 0
+    """Tokens before rollout.max_new_tokens over which a penalty rises from 0 to overlong_penalty; 0: none."""
+    overlong_penalty: PositiveFloat = 1.0
+    """Taken off the reward of an answer of rollout.max_new_tokens."""
+
+
+class CorrectionSection(Section):
+    level: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Importance weight of the trainer's policy over the engine's: of a token, of a whole completion, or the geometric
+    mean of its tokens'; none: 1."""
+    bound: Literal["truncate", "mask"] = "truncate"
+    """Weights outside low and high are set to the bound, or to 0."""
+    low: NonNegativeFloat = 0.0
+    """Least weight."""
+    high: PositiveFloat = 2.0
+    """Largest weight."""
+    drop_mean: PositiveFloat | None = None
+    """Mean distance of log-probabilities, in nats, above which a rollout is left out; null: off."""
+    drop_max: PositiveFloat | None = None
+    """Distance of one token's log-probabilities, in nats, above which its rollout is left out; null: off."""
+
+
+class PerceptionSection(Section):
+    coefficient: NonNegativeFloat = 0.0
+    """Weight of the divergence between the policy and the policy from which a part of the media is hidden, which is to
+    grow (PAPO); 0: off. Each row goes through the model twice."""
+    mask_ratio: Annotated[float, Field(gt=0, le=1)] = 0.6
+    """Share of the patches that are hidden."""
+    entropy_coefficient: NonNegativeFloat = 0.0
+    """Weight of the policy's entropy, which is to fall."""
+    masked_entropy_coefficient: NonNegativeFloat = 0.0
+    """Weight of the entropy of the policy from which a part is hidden, which is to fall too."""
 
 
 class AlgorithmSection(Section):
-    advantage: Literal["group_std", "group_mean"] = "group_std"
-    """Reward minus the mean of its group, divided by the group's standard deviation or not."""
+    advantage: Literal[
+        "group_std",
+        "group_mean",
+        "leave_one_out",
+        "batch_std",
+        "group_mean_batch_std",
+        "component_std",
+        "max_at_k",
+    ] = "group_std"
+    """How rewards are weighed against each other; see docs/objectives.md."""
+    best_of: Annotated[int, Field(ge=2)] | None = None
+    """k of `max_at_k`."""
     prompts_per_step: PositiveInt = 32
     """Prompts drawn for a step, over all ranks."""
     group_size: Annotated[int, Field(ge=2)] = 16
     """Rollouts of one prompt."""
+    resample_rounds: NonNegativeInt = 0
+    """Times in a step that groups whose rewards are equal make room for those of other prompts; 0: never."""
+    filter_overlong: bool = False
+    """Leave completions that reached rollout.max_new_tokens out of the loss."""
     epochs: PositiveInt = 1
     """Times that a step's rollouts are trained on."""
     minibatches: PositiveInt = 1
     """Optimizer updates in an epoch; each takes an equal share of the step's prompts."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Probability ratio of each token, or the geometric mean over its completion (GSPO)."""
+    surrogate: Literal["clipped", "cispo", "unclipped", "none"] = "clipped"
+    """What is made of the ratio: PPO's pessimistic clipping, a bounded weight of the log-probability, the ratio itself;
+    none: rewards teach nothing, only the divergence to the reference does."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """The probability ratio is clipped below 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
     """The probability ratio is clipped above 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Of `clipped`: a negative advantage costs at most this many times its size; null: off."""
+    normalization: Literal["token", "sequence", "constant"] = "token"
+    """The loss is a mean over the minibatch's tokens, over its completions of their means, or over its completions of
+    their sums divided by rollout.max_new_tokens."""
     kl_coefficient: NonNegativeFloat = 0.0
-    """Weight of the k3 estimate of the KL divergence to the reference policy; 0: no reference is kept."""
+    """Weight of the KL divergence to the reference policy; 0: no reference is kept."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate of the divergence from the sampled tokens."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where it counts: at each token of the loss, or summed over the completion in the reward."""
+    reference: str | None = None
+    """Folder of a Hugging Face checkpoint of the same sizes and tokens that is the reference, such as a teacher; null:
+    the policy that RL began with."""
+    reference_every: NonNegativeInt = 0
+    """RL steps after which the policy becomes its own reference; 0: never."""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
     old_log_probs: Literal["trainer", "rollout"] = "trainer"
     """Denominator of the ratio: the trainer's before its first update, or what the engine sampled with."""
     router_replay: bool = False
     """Send each token to the experts that it had in the rollout when scoring and training; mixtures of experts only."""
+    correction: CorrectionSection = CorrectionSection()
+    """What is done about tokens to which engine and trainer give different probabilities."""
+    perception: PerceptionSection = PerceptionSection()
+    """What the policy is to gain from looking at the media."""
 
     @property
     def rollouts_per_step(self) -> int:
@@ -343,7 +412,7 @@ class Recipe(Section):
     environment: EnvironmentSection = EnvironmentSection()
     """What a rollout is rewarded for."""
     algorithm: AlgorithmSection = AlgorithmSection()
-    """GRPO."""
+    """GRPO and its family."""
     warmup: WarmupSection | None = None
     """Supervised updates before RL, with an optimizer of their own; null: off."""
     rollout: RolloutSection
@@ -496,6 +565,16 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         "only visual_answer knows counts",
     )
     yield (
+        r.environment.overlong_buffer > r.rollout.max_new_tokens,
+        "environment.overlong_buffer rollout.max_new_tokens",
+        "the buffer is a part of the longest answer",
+    )
+    yield (
+        r.environment.overlong_penalty != 1.0 and r.environment.overlong_buffer == 0,
+        "environment.overlong_penalty environment.overlong_buffer",
+        "the penalty needs a buffer",
+    )
+    yield (
         len(r.data.generator_options) > 0 and r.data.generator is None,
         "data.generator_options data.generator",
         "options need a generator",
@@ -521,6 +600,13 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
             f"rollout.{key} algorithm.old_log_probs",
             "the trainer knows only the full tempered distribution; set old_log_probs = 'trainer'",
         )
+        for setting in _corrections_on(r.algorithm.correction):
+            yield (
+                filtered,
+                f"rollout.{key} {setting}",
+                "the trainer knows only the full tempered distribution, and every token is off by what was cut away",
+            )
+    yield from _algorithm_conflicts(r)
     yield (
         r.rollout.max_tokens_per_step < r.rollout.max_requests,
         "rollout.max_tokens_per_step rollout.max_requests",
@@ -566,6 +652,92 @@ def _engine_conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         f"should divide, or be a multiple of, the {same_rows} ranks that train on the same rows "
         "(parallel.tensor_model_parallel_size x parallel.context_parallel_size)",
     )
+
+
+def _algorithm_conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
+    """Those of the objective's terms among each other, as `_conflicts`."""
+    a, c = r.algorithm, r.algorithm.correction
+    yield (
+        (a.advantage == "max_at_k") != (a.best_of is not None),
+        "algorithm.advantage algorithm.best_of",
+        "max_at_k needs best_of, and no other advantage knows it",
+    )
+    yield (
+        a.best_of is not None and a.best_of > a.group_size,
+        "algorithm.best_of algorithm.group_size",
+        "the best are chosen among a group's rollouts",
+    )
+    yield (
+        a.advantage == "component_std" and r.environment.format_reward == 0 and r.environment.overlong_buffer == 0,
+        "algorithm.advantage environment.format_reward environment.overlong_buffer",
+        "normalising each component needs a second one",
+    )
+    yield (
+        a.advantage == "component_std" and a.kl_in == "reward",
+        "algorithm.advantage algorithm.kl_in",
+        "a normalised penalty would not depend on its coefficient; set kl_in = 'loss'",
+    )
+    yield (
+        a.dual_clip is not None and a.surrogate != "clipped",
+        "algorithm.dual_clip algorithm.surrogate",
+        "only the clipped surrogate has a second bound",
+    )
+    asked = (
+        ("kl_in", a.kl_in == "reward"),
+        ("reference", a.reference is not None),
+        ("reference_every", a.reference_every > 0),
+    )
+    for key, given in asked:
+        yield (
+            given and a.kl_coefficient == 0,
+            f"algorithm.{key} algorithm.kl_coefficient",
+            "there is no reference policy without a weight of the divergence",
+        )
+    yield (
+        a.reference is not None and a.reference_every > 0,
+        "algorithm.reference algorithm.reference_every",
+        "a checkpoint does not move",
+    )
+    yield (
+        a.surrogate == "none" and (a.kl_coefficient == 0 or a.kl_in == "reward"),
+        "algorithm.surrogate algorithm.kl_coefficient algorithm.kl_in",
+        "without a policy gradient the divergence must be in the loss",
+    )
+    yield (
+        a.ratio == "sequence" and c.level == "token",
+        "algorithm.ratio algorithm.correction.level",
+        "weights of single tokens do not belong to a ratio of the whole completion; set 'sequence' or 'geometric'",
+    )
+    for setting in _corrections_on(c):
+        yield (
+            a.old_log_probs == "rollout",
+            f"algorithm.old_log_probs {setting}",
+            "the ratio to what the engine sampled with corrects already; set old_log_probs = 'trainer'",
+        )
+    yield c.low >= c.high, "algorithm.correction.low algorithm.correction.high", "low should be below high"
+    for key, given in (("bound", c.bound == "mask"), ("low", c.low > 0)):
+        yield (
+            given and c.level == "none",
+            f"algorithm.correction.{key} algorithm.correction.level",
+            "there is no weight to bound; set a level",
+        )
+    for key in ("entropy_coefficient", "masked_entropy_coefficient"):
+        yield (
+            getattr(a.perception, key) > 0 and a.perception.coefficient == 0,
+            f"algorithm.perception.{key} algorithm.perception.coefficient",
+            "it keeps the divergence in check, which has no weight",
+        )
+    yield (
+        a.perception.entropy_coefficient > 0 and a.entropy_coefficient > 0,
+        "algorithm.perception.entropy_coefficient algorithm.entropy_coefficient",
+        "one wants a low entropy and the other a high one",
+    )
+
+
+def _corrections_on(section: CorrectionSection) -> list[str]:
+    """Keys of the corrections that are asked for."""
+    asked = {"level": section.level != "none", "drop_mean": section.drop_mean, "drop_max": section.drop_max}
+    return [f"algorithm.correction.{key}" for key, value in asked.items() if value]
 
 
 def check_world(recipe: Recipe, world_size: int) -> None:

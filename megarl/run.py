@@ -28,11 +28,19 @@ from megarl.media.encoder import Encoder, fingerprint
 from megarl.media.item import EncodedPrompt
 from megarl.models.build import Policy, empty_copy, load_policy
 from megarl.models.hf_config import family_of
-from megarl.options import engine_model_options, engine_options, environment_of, media_options, model_options
+from megarl.options import (
+    engine_model_options,
+    engine_options,
+    environment_of,
+    media_options,
+    model_options,
+    reward_options,
+)
 from megarl.packing.cost import CostModel, StackCost
 from megarl.packing.rows import TokenSequence
 from megarl.parallel.engines import resharded_groups, shared_groups
 from megarl.recipe import Recipe
+from megarl.rewards import Judge
 from megarl.rollout.engine import Rollout, RolloutEngine
 from megarl.rollout.exchange import balance
 from megarl.rollout.sync import ReshardedWeights, SharedWeights, WeightSync
@@ -72,6 +80,9 @@ class Run:
         self.policy, self.trainer = self.parts.policy, self.parts.trainer
         self.engine, self.sync = self.parts.engine, self.parts.sync
         self._sampler = PromptSampler(self.train_prompts, self.recipe.seed)
+        # An order of its own, beside the steps' and the warm-up's.
+        self._other_sampler = PromptSampler(self.train_prompts, (self.recipe.seed + 2) % 2**32)
+        self.judge = Judge(self.environment, self.text, reward_options(self.recipe))
         self.imbalance = 1.0
         """Of the last step: the largest training cost of a data-parallel rank over the mean."""
         self._answers = AnswerPool(self.train_prompts.sources, self.train_prompts.answers)
@@ -105,20 +116,29 @@ class Run:
         if step <= self.recipe.steps:
             self.encoder.prefetch([self.train_prompts[index] for _, index in self._sampled_here(step)])
 
-    def balance(self, step: int, groups: list[list[Rollout]]) -> list[list[Rollout]]:
-        """The groups that this rank trains on, of those that were sampled here for `step_prompts`: the same
-        minibatches, of even cost over the data-parallel ranks."""
-        algorithm = self.recipe.algorithm
-        indices = self._sampler.indices(step - 1, algorithm.prompts_per_step)
-        places = [place for place, _ in self._step_share(step, self.dp_rank)]
-        first = self.parts.data_parallel_ranks.index(self.dp_rank) * len(places)
-        groups = groups[first : first + len(places)]
+    def other_prompts(self, step: int, number: int, positions: Sequence[int]) -> tuple[list[EncodedPrompt], list[int]]:
+        """Prompts to draw in place of those at these positions of what is sampled here for an RL step, and the keys of
+        their draws; `number` counts the times that it is done, from 0."""
+        algorithm, seed = self.recipe.algorithm, self.recipe.seed
+        turn = (step - 1) * algorithm.resample_rounds + number
+        indices = self._other_sampler.indices(turn, algorithm.prompts_per_step)
+        places = [self._sampled_here(step)[position][0] for position in positions]
+        keys = [draw_key(seed, f"resample {number}", step, place) for place in places]
+        return self._encode([indices[place] for place in places]), keys
+
+    def balance(self, groups: list[list[Rollout]]) -> list[list[Rollout]]:
+        """The groups that this rank trains on, of those that were sampled here for a step: the same minibatches, of
+        even cost over the data-parallel ranks."""
+        ranks = self.parts.data_parallel_ranks
+        size = len(groups) // len(ranks)
+        first = ranks.index(self.dp_rank) * size
+        groups = groups[first : first + size]
         groups, self.imbalance = balance(
             groups,
-            places,
-            algorithm.minibatches,
+            [rollouts[0].prompt.prompt.index for rollouts in groups],
+            self.recipe.algorithm.minibatches,
             self.cost,
-            lambda place: self.encoder.encode(self.train_prompts[indices[place]]),
+            lambda index: self.encoder.encode(self.train_prompts[index]),
         )
         return groups
 

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 from megarl.evaluate import evaluate
-from megarl.models.build import save_checkpoint
+from megarl.media.item import MODALITIES
+from megarl.models.build import fill, save_checkpoint
 from megarl.observe.curve import draw_curve
 from megarl.observe.metrics import MetricsLog
-from megarl.observe.mismatch import MismatchParts, mismatch_metrics, mismatch_parts
+from megarl.observe.mismatch import MismatchParts, labelled_metrics, mismatch_by_label
 from megarl.observe.progress import NullProgress, Progress
 from megarl.observe.rollouts import RolloutRow, write_rollouts
 from megarl.observe.timer import PhaseTimer
@@ -19,11 +20,15 @@ from megarl.options import rl_optimizer, sampling_options, step_options, warmup_
 from megarl.platform.kernels import kernels
 from megarl.platform.launch import StopSignal
 from megarl.recipe import Recipe
+from megarl.resample import resample
 from megarl.rewards import Batch
+from megarl.rollout.engine import Rollout
+from megarl.rollout.spread import generate_spread
 from megarl.run import build_run, start_ranks
 from megarl.startup import keep_recipe, prepare_data, refuse_other_recipe
 from megarl.training import checkpoint
-from megarl.training.grpo import PolicyStep, Scored, supervised_update
+from megarl.training.credit import Credit, Scored
+from megarl.training.grpo import PolicyStep, supervised_update
 from megarl.training.reduce import over_data_parallel
 from megarl.training.reference import ReferencePolicy
 
@@ -49,8 +54,10 @@ class Session:
         self.sampling = sampling_options(recipe, self.run.stop_ids)
         self.timer = PhaseTimer(torch.cuda.synchronize if kernels().gpu else None)
         self.policy_step: PolicyStep | None = None
+        self._reference: ReferencePolicy | None = None
         self._accuracy: float | None = None
         self._stopped = False
+        self._resampled = 0.0
         self._progress = Progress(recipe.steps) if self._main else NullProgress()
         self._checkpoints, self._reference_folder = folder / "checkpoints", folder / "reference"
         self._resume()
@@ -81,23 +88,29 @@ class Session:
         if self._phase == _WARMUP:
             self.run.trainer.begin(warmup_optimizer(self._recipe))
         else:
-            self._begin_rl()
+            self._begin_rl(checkpoint.reference_weights(newest) if newest else None)
         if newest:
             checkpoint.load(newest, self.run.trainer)
             self.run.sync()
 
-    def _begin_rl(self) -> None:
-        """A fresh optimizer, and the reference policy: the weights that RL began with."""
-        run, reference = self.run, None
-        if self._recipe.algorithm.kl_coefficient:
-            if self._reference_folder.exists():
-                checkpoint.load_weights(self._reference_folder, run.trainer)
+    def _begin_rl(self, moved_reference: Path | None = None) -> None:
+        """A fresh optimizer, and the reference policy: another checkpoint, the weights that RL began with, or those
+        that it has moved to since."""
+        run, algorithm = self.run, self._recipe.algorithm
+        if algorithm.reference:
+            teacher = Path(algorithm.reference)
+            self._reference = ReferencePolicy.filled(run.policy.model, lambda: fill(run.policy, teacher))
+        elif algorithm.kl_coefficient:
+            kept = moved_reference or self._reference_folder
+            if kept.exists():
+                checkpoint.load_weights(kept, run.trainer)
                 run.sync()
             else:
-                checkpoint.save_weights(self._reference_folder, run.trainer)
-            reference = ReferencePolicy(run.policy.model)
+                checkpoint.save_weights(kept, run.trainer)
+            self._reference = ReferencePolicy(run.policy.model)
         run.trainer.begin(rl_optimizer(self._recipe))
-        self.policy_step = PolicyStep(run.trainer, reference, step_options(self._recipe), run.merge_size, run.cost)
+        options = step_options(self._recipe)
+        self.policy_step = PolicyStep(run.trainer, self._reference, options, run.merge_size, run.cost)
 
     def warm_up(self, stop: StopSignal) -> None:
         """The supervised phase, where the recipe has one and it is not over."""
@@ -125,27 +138,42 @@ class Session:
         for step in range(self._step + 1, self._recipe.steps + 1):
             yield step
             self._step = step
-            every = self._recipe.checkpoint.every
+            moves, every = self._recipe.algorithm.reference_every, self._recipe.checkpoint.every
+            if moves and step % moves == 0:
+                self._reference.take()
             if stop.agreed():
                 return self._stop()
             if every and step % every == 0:
                 self._save()
 
-    def report(self, step: int, batch: Batch, scored: Scored, learned: dict[str, float]) -> None:
+    def resample(self, step: int, groups: list[list[Rollout]]) -> list[list[Rollout]]:
+        """The groups, with those that teach nothing replaced as far as the recipe lets them be."""
+        run, algorithm = self.run, self._recipe.algorithm
+
+        def draw(number: int, positions: list[int]) -> list[list[Rollout]]:
+            prompts, keys = run.other_prompts(step, number, positions)
+            return generate_spread(run.engine, prompts, self.sampling, algorithm.group_size, keys)
+
+        rounds = algorithm.resample_rounds
+        groups, self._resampled = resample(groups, rounds, lambda some: run.judge(some).constant, draw)
+        return groups
+
+    def report(self, step: int, batch: Batch, scored: Scored, credit: Credit, learned: dict[str, float]) -> None:
         """Writes what the step did: metrics, rollouts, and the evaluation where one is due."""
-        phases = self.timer.pop()
-        engine = torch.cat([s.rollout_log_probs for s in batch.samples])
-        parts = mismatch_parts(engine, torch.cat(scored.trainer))
+        phases, rewards = self.timer.pop(), batch.metrics()
+        engine = [sample.rollout_log_probs for sample in batch.samples]
+        labels = [sample.sequence.prompt.modality for sample in batch.samples]
+        parts = mismatch_by_label(engine, scored.trainer, labels, MODALITIES)
         parts = MismatchParts(over_data_parallel(parts.sums), over_data_parallel(parts.maximum, dist.ReduceOp.MAX))
         trained = sum(len(s.sequence) for s in batch.samples) * self._recipe.algorithm.epochs
         trained = float(over_data_parallel(torch.tensor([float(trained)])))
         values = {
-            **batch.metrics,
+            **rewards,
             **learned,
-            **mismatch_metrics(parts),
+            **labelled_metrics(parts, MODALITIES),
             **scored.metrics,
             **phases,
-            "throughput/generated_tokens_per_s": batch.metrics["rollout/tokens"] / phases["time/rollout"],
+            "throughput/generated_tokens_per_s": rewards["rollout/tokens"] / phases["time/rollout"],
             "throughput/trained_tokens_per_s": trained / phases["time/train"],
             "media/encoded": self.run.engine.features.encoded,
             "media/asked": self.run.engine.asked,
@@ -153,8 +181,9 @@ class Session:
             **self.run.encoder.metrics(),
             "rollout/imbalance": self.run.imbalance,
             "sync/bytes": self.run.sync.bytes,
+            "rollout/resampled": self._resampled,
         }
-        self._save_rollouts(step, batch, scored)
+        self._save_rollouts(step, batch, scored, credit)
         self._progress.step(step, values)
         every = self._recipe.evaluation.every
         if step == self._recipe.steps or (every and step % every == 0):
@@ -190,7 +219,7 @@ class Session:
             if "eval/accuracy" in values:
                 draw_curve(self.run.folder)
 
-    def _save_rollouts(self, step: int, batch: Batch, scored: Scored) -> None:
+    def _save_rollouts(self, step: int, batch: Batch, scored: Scored, credit: Credit) -> None:
         every, most = self._recipe.observe.save_rollouts_every, self._recipe.observe.max_saved_rollouts
         if not self._main or not every or step % every or not most:
             return
@@ -203,15 +232,22 @@ class Session:
                 media=tuple(source.name for source in rollout.prompt.prompt.media),
                 answer=rollout.prompt.prompt.answer,
                 completion=text,
-                reward=score.reward,
-                advantage=sample.advantage,
+                reward=reward,
+                advantage=advantage,
                 finished="stop" if rollout.finished else "length",
                 ids=rollout.ids.tolist(),
                 engine_logprobs=rollout.log_probs.tolist(),
                 trainer_logprobs=trainer.tolist(),
             )
-            for rollout, text, score, sample, trainer in list(
-                zip(batch.rollouts, batch.texts, batch.scores, batch.samples, scored.trainer, strict=True)
+            for rollout, text, reward, advantage, trainer in list(
+                zip(
+                    batch.rollouts,
+                    batch.texts,
+                    batch.rewards.tolist(),
+                    credit.advantages.tolist(),
+                    scored.trainer,
+                    strict=True,
+                )
             )[:most]
         ]
         write_rollouts(self.run.folder / "rollouts" / f"step_{step}.jsonl", rows)
@@ -221,7 +257,8 @@ class Session:
 
     def _save(self) -> None:
         progress = {"phase": self._phase, "step": self._step, "seconds": self._seconds()}
-        checkpoint.save(self._checkpoints, f"{self._phase}_{self._step:06d}", self.run.trainer, progress)
+        moving = self._reference if self._recipe.algorithm.reference_every else None
+        checkpoint.save(self._checkpoints, f"{self._phase}_{self._step:06d}", self.run.trainer, progress, moving)
 
     def _stop(self) -> None:
         self._save()

@@ -15,7 +15,6 @@ def train(arguments: list[str]) -> None:
     refuse(recipe, launch.world_size())
     launch.start(recipe.parallel.sizes, recipe.seed, recipe.rollout.cuda_graphs and kernels().gpu)
 
-    from megarl.rewards import judge
     from megarl.rollout.spread import generate_spread
     from megarl.session import Session
 
@@ -26,16 +25,18 @@ def train(arguments: list[str]) -> None:
             with timer("rollout"):
                 prompts, keys = run.step_prompts(step)
                 groups = generate_spread(run.engine, prompts, session.sampling, recipe.algorithm.group_size, keys)
-                groups = run.balance(step, groups)
+                groups = session.resample(step, groups)
+                groups = run.balance(groups)
             with timer("reward"):
-                batch = judge(groups, run.environment, run.text, recipe.algorithm.advantage)
+                batch = run.judge(groups)
             with timer("score"):
                 scored = session.policy_step.score(batch.samples)
+                credit = session.policy_step.credit(batch.samples, scored)
             with timer("train"):
-                learned = session.policy_step.update(batch.samples, scored)
+                learned = session.policy_step.update(batch.samples, scored, credit, step)
             with timer("sync"):
                 run.sync()
-            session.report(step, batch, scored, learned)
+            session.report(step, batch, scored, credit, learned)
         session.finish()
 
 

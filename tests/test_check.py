@@ -11,6 +11,7 @@ from megarl.check import (
     GIB,
     LayerStack,
     ParameterCount,
+    check_reference,
     count_parameters,
     estimate_memory,
     kv_cache_blocks,
@@ -62,12 +63,12 @@ def test_report_without_megatron(monkeypatch, capsys):
         "weights                        0.001\n"
         "gradients                      0.001\n"
         "optimizer state                0.002\n"
-        "reference snapshot             0.001\n"
         "KV cache                       0.250\n"
         "activations, rollout           0.010\n"
         "activations, training          0.052\n"
-        "peak, rollout                  0.265\n"
-        "peak, training                 0.307\n"
+        "peak, rollout                  0.264\n"
+        "peak, training                 0.306\n"
+        "on the host: reference         0.001\n"
     )
 
 
@@ -336,8 +337,8 @@ def test_memory_in_bfloat16(config):
     assert memory.kv_cache == GIB // 4
     assert memory.activations_rollout == LANGUAGE * 4096 * 2 + 512 * 128 * 4
     assert memory.activations_training == 2 * LANGUAGE * 4096 * 2 + VISION * 4 * 4096 * 2 + LOGITS
-    assert memory.rollout_peak == 44_000_000 + GIB // 4 + memory.activations_rollout
-    assert memory.training_peak == 44_000_000 + GIB // 4 + memory.activations_training
+    assert memory.rollout_peak == 36_000_000 + GIB // 4 + memory.activations_rollout
+    assert memory.training_peak == 36_000_000 + GIB // 4 + memory.activations_training
 
 
 def test_memory_in_float32_has_no_masters_and_no_snapshot_without_kl(config):
@@ -436,3 +437,30 @@ def test_kv_cache_blocks(config):
     assert kv_cache_blocks(digits(), config, "float32") == 256 * MIB // (64 * KIB) - 1
     halved = digits("parallel.tensor_model_parallel_size=2")
     assert kv_cache_blocks(halved, config, "bfloat16") == 256 * MIB // (16 * KIB) - 1
+
+
+# The reference policy
+
+
+def _teacher(folder: Path, **text) -> str:
+    """A checkpoint folder's configuration: the digits recipe's, with these values of its language model."""
+    values = {**digits().model.config}
+    values["text_config"] = {**values["text_config"], **text}
+    hf_config(None, values).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_reference_of_other_sizes_is_refused(tmp_path, config):
+    check_reference(_teacher(tmp_path / "same", max_position_embeddings=512), config)
+    wide = _teacher(tmp_path / "wide", intermediate_size=512)
+    with pytest.raises(UserError) as caught:
+        check_reference(wide, config)
+    assert str(caught.value) == (
+        f"algorithm.reference = {wide!r} has text_config.intermediate_size = 512: should be 256, as the policy's"
+    )
+    assert main([DIGITS, f"algorithm.reference={wide}"]) == 2
+
+
+def test_a_reference_that_is_no_checkpoint_is_refused(config):
+    with pytest.raises(UserError, match="^algorithm.reference = 'nowhere': should be a folder with a config.json$"):
+        check_reference("nowhere", config)

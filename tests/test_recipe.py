@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from megarl.errors import UserError
 from megarl.recipe import Recipe, _fields, check_world, load_recipe, save_recipe
 
-RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").rglob("*.yaml"))
 
 MINIMAL = """\
 steps: 10
@@ -254,7 +254,14 @@ def test_missing_key_says_what_it_is(write):
         ("rollout.top_p=0", "should be greater than 0"),
         ("rollout.max_tokens_per_step=4097", "should be a multiple of 64"),
         ("algorithm.group_size=1", "should be greater than or equal to 2"),
-        ("algorithm.advantage=gae", "should be 'group_std' or 'group_mean'"),
+        (
+            "algorithm.advantage=gae",
+            "should be 'group_std', 'group_mean', 'leave_one_out', 'batch_std', 'group_mean_batch_std', "
+            "'component_std' or 'max_at_k'",
+        ),
+        ("algorithm.surrogate=ppo", "should be 'clipped', 'cispo', 'unclipped' or 'none'"),
+        ("algorithm.dual_clip=1", "should be greater than 1"),
+        ("algorithm.correction.level=word", "should be 'none', 'token', 'sequence' or 'geometric'"),
         ("optimizer=null", "should be a mapping"),
         ("model.freeze=vision", "should be a valid list"),
         ("environment.format=[0-9]", "should be a valid string"),
@@ -442,6 +449,109 @@ TINY = "model.tiny_processor"
         ),
         (
             MINIMAL,
+            ["rollout.top_p=0.9", "algorithm.correction.drop_max=1"],
+            "rollout.top_p = 0.9, algorithm.correction.drop_max = 1.0: the trainer knows only",
+        ),
+        (
+            MINIMAL,
+            ["algorithm.advantage=max_at_k"],
+            "algorithm.advantage = 'max_at_k', algorithm.best_of = None: max_at_k needs best_of",
+        ),
+        (
+            MINIMAL,
+            ["algorithm.best_of=4"],
+            "algorithm.advantage = 'group_std', algorithm.best_of = 4: max_at_k needs best_of",
+        ),
+        (
+            MINIMAL,
+            ["algorithm.advantage=max_at_k", "algorithm.best_of=17"],
+            "algorithm.best_of = 17, algorithm.group_size = 16: ",
+        ),
+        (
+            MINIMAL,
+            ["algorithm.advantage=component_std"],
+            "algorithm.advantage = 'component_std', environment.format_reward = 0.0, environment.overlong_buffer = 0: ",
+        ),
+        (
+            MINIMAL,
+            [
+                "algorithm={advantage: component_std, kl_in: reward, kl_coefficient: 0.1}",
+                "environment={format: a, format_reward: 0.1}",
+            ],
+            "algorithm.advantage = 'component_std', algorithm.kl_in = 'reward': ",
+        ),
+        (
+            MINIMAL,
+            ["environment.overlong_buffer=9"],
+            "environment.overlong_buffer = 9, rollout.max_new_tokens = 8: the buffer is a part",
+        ),
+        (
+            MINIMAL,
+            ["environment.overlong_penalty=0.5"],
+            "environment.overlong_penalty = 0.5, environment.overlong_buffer = 0: the penalty needs a buffer",
+        ),
+        (
+            MINIMAL,
+            ["algorithm={surrogate: cispo, dual_clip: 3}"],
+            "algorithm.dual_clip = 3.0, algorithm.surrogate = 'cispo': ",
+        ),
+        (
+            MINIMAL,
+            ["algorithm.kl_in=reward"],
+            "algorithm.kl_in = 'reward', algorithm.kl_coefficient = 0.0: there is no reference policy without",
+        ),
+        (
+            MINIMAL,
+            ["algorithm.reference_every=10"],
+            "algorithm.reference_every = 10, algorithm.kl_coefficient = 0.0: there is no reference policy without",
+        ),
+        (
+            MINIMAL,
+            ["algorithm={ratio: sequence, correction: {level: token}}"],
+            "algorithm.ratio = 'sequence', algorithm.correction.level = 'token': weights of single tokens",
+        ),
+        (
+            MINIMAL,
+            ["algorithm={old_log_probs: rollout, correction: {level: sequence}}"],
+            "algorithm.old_log_probs = 'rollout', algorithm.correction.level = 'sequence': the ratio to what",
+        ),
+        (
+            MINIMAL,
+            ["algorithm.correction={level: token, low: 2, high: 2}"],
+            "algorithm.correction.low = 2.0, algorithm.correction.high = 2.0: low should be below high",
+        ),
+        (
+            MINIMAL,
+            ["algorithm.correction.bound=mask"],
+            "algorithm.correction.bound = 'mask', algorithm.correction.level = 'none': ",
+        ),
+        (
+            MINIMAL,
+            ["algorithm.perception.masked_entropy_coefficient=0.03"],
+            "algorithm.perception.masked_entropy_coefficient = 0.03, algorithm.perception.coefficient = 0.0: ",
+        ),
+        (
+            MINIMAL,
+            ["algorithm={entropy_coefficient: 0.1, perception: {coefficient: 0.01, entropy_coefficient: 0.03}}"],
+            "algorithm.perception.entropy_coefficient = 0.03, algorithm.entropy_coefficient = 0.1: one wants",
+        ),
+        (
+            MINIMAL,
+            ["algorithm.reference=teacher"],
+            "algorithm.reference = 'teacher', algorithm.kl_coefficient = 0.0: there is no reference policy without",
+        ),
+        (
+            MINIMAL,
+            ["algorithm={reference: teacher, kl_coefficient: 1, reference_every: 2}"],
+            "algorithm.reference = 'teacher', algorithm.reference_every = 2: a checkpoint does not move",
+        ),
+        (
+            MINIMAL,
+            ["algorithm.surrogate=none"],
+            "algorithm.surrogate = 'none', algorithm.kl_coefficient = 0.0, algorithm.kl_in = 'loss': without a policy",
+        ),
+        (
+            MINIMAL,
             ["rollout.max_tokens_per_step=256"],
             "rollout.max_tokens_per_step = 256, rollout.max_requests = 512: every decoding request",
         ),
@@ -479,6 +589,11 @@ def test_conflict(write, text, overrides, message):
         ["training.tokens_per_row=1032"],
         ["optimizer.warmup_steps=10"],
         ["rollout.top_p=0.9"],
+        ["algorithm={advantage: max_at_k, best_of: 16}"],
+        ["algorithm={reference: teacher, surrogate: none, kl_coefficient: 1, kl_estimator: k2}"],
+        ["algorithm.perception={coefficient: 0.01, entropy_coefficient: 0.03, masked_entropy_coefficient: 0.03}"],
+        ["algorithm={ratio: sequence, correction: {level: geometric, bound: mask, low: 0.5, drop_max: 3}}"],
+        ["algorithm={kl_in: reward, kl_coefficient: 0.01, kl_estimator: k1, reference_every: 5}"],
         ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
     ],
 )

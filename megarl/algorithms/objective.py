@@ -1,9 +1,14 @@
-"""The policy-gradient objective on completion tokens: pure functions of log-probabilities."""
+"""The loss on completion tokens, put together from its terms: pure functions of log-probabilities."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megarl.algorithms.kl import ESTIMATORS, Estimator, k3
+from megarl.algorithms.perception import PerceptionInputs, PerceptionOptions, perception_loss
+from megarl.algorithms.surrogate import RatioLevel, Surrogate, beyond, cispo, clipped, log_ratio, unclipped
 
 
 @dataclass(frozen=True)
@@ -11,12 +16,18 @@ class ObjectiveOptions:
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl_coefficient: float = 0.0
+    """Of the term in the loss."""
     entropy_coefficient: float = 0.0
+    ratio: RatioLevel = "token"
+    surrogate: Surrogate = "clipped"
+    dual_clip: float | None = None
+    kl_estimator: Estimator = "k3"
+    perception: PerceptionOptions = PerceptionOptions()
 
 
 @dataclass(frozen=True, eq=False)
 class ObjectiveInputs:
-    """All float32 `[tokens]`, token for token."""
+    """Whole sequences end to end; tensors are float32 `[tokens]`, token for token."""
 
     log_probs: Tensor
     """Of the policy, with gradient."""
@@ -25,46 +36,80 @@ class ObjectiveInputs:
     old_log_probs: Tensor
     """Of the policy before this batch's updates."""
     advantages: Tensor
+    lengths: Sequence[int]
+    """Tokens of each sequence."""
     reference_log_probs: Tensor | None = None
     """Needed where `kl_coefficient` is not 0."""
+    corrections: Tensor | None = None
+    """Factors of the policy-gradient term (`megarl.algorithms.corrections`); None: 1."""
+    weights: Tensor | None = None
+    """Factors of the loss (`megarl.algorithms.normalization`); None: 1, a mean over tokens."""
+    perception: PerceptionInputs | None = None
+    """Needed where the coefficient of `perception` is not 0."""
 
 
-METRICS = ("policy/loss", "policy/ratio", "policy/clip_fraction", "policy/entropy", "policy/kl")
-"""Names of `objective`'s sums, each over tokens."""
-
-
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A) per token.
-
-    PPO (Schulman et al. 2017, arXiv 1707.06347, eq. 7); two bounds: DAPO (Yu et al. 2025, arXiv 2503.14476).
-    """
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-
-
-def k3(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """exp(d) - d - 1 with d = reference - policy, per token: an unbiased, non-negative estimate of
-    KL(policy || reference) on the policy's own samples (Schulman, "Approximating KL divergence", 2020)."""
-    difference = reference_log_probs - log_probs
-    return difference.exp() - difference - 1
+METRICS = (
+    "policy/loss",
+    "policy/ratio",
+    "policy/ratio_deviation",
+    "policy/clip_fraction",
+    "policy/clip_fraction_low",
+    "policy/clip_fraction_high",
+    "policy/entropy",
+    "policy/kl",
+    "policy/update_kl",
+    "policy/perception_kl",
+)
+"""Names of `objective`'s sums, each over tokens; of the deviation, its square."""
 
 
 def objective(inputs: ObjectiveInputs, options: ObjectiveOptions) -> tuple[Tensor, Tensor]:
-    """Sum over tokens of the loss, and detached sums `[len(METRICS)]` for reporting.
+    """Weighted sum over tokens of the loss, and detached sums `[len(METRICS)]` for reporting.
 
     Divide both by the number of tokens of the whole batch: over all ranks and rows, so that the gradient
     does not depend on how the batch was cut.
     """
-    ratio = (inputs.log_probs - inputs.old_log_probs).exp()
-    surrogate = clipped_surrogate(ratio, inputs.advantages, options.clip_low, options.clip_high)
-    loss = surrogate - options.entropy_coefficient * inputs.entropy
+    advantages, low, high = inputs.advantages, options.clip_low, options.clip_high
+    logarithm = log_ratio(inputs.log_probs, inputs.old_log_probs, options.ratio, inputs.lengths)
+    ratio = logarithm.exp()
+    if options.surrogate == "clipped":
+        loss = clipped(ratio, advantages, low, high, options.dual_clip)
+    elif options.surrogate == "cispo":
+        loss = cispo(inputs.log_probs, ratio, advantages, low, high)
+    elif options.surrogate == "unclipped":
+        loss = unclipped(ratio, advantages)
+    else:
+        loss = torch.zeros_like(ratio)
+    if inputs.corrections is not None:
+        loss = loss * inputs.corrections
+    loss = loss - options.entropy_coefficient * inputs.entropy
     kl = torch.zeros_like(loss)
-    if options.kl_coefficient:
-        kl = k3(inputs.log_probs, inputs.reference_log_probs)
+    if inputs.reference_log_probs is not None:
+        kl = ESTIMATORS[options.kl_estimator](inputs.log_probs, inputs.reference_log_probs)
         loss = loss + options.kl_coefficient * kl
-    above = (ratio > 1 + options.clip_high) & (inputs.advantages > 0)
-    below = (ratio < 1 - options.clip_low) & (inputs.advantages < 0)
-    sums = torch.stack([x.sum() for x in (loss, ratio, (above | below).float(), inputs.entropy, kl)])
-    return loss.sum(), sums.detach()
+    perception_kl = torch.zeros_like(loss)
+    if inputs.perception is not None:
+        loss = loss + perception_loss(inputs.log_probs, inputs.entropy, inputs.perception, options.perception)
+        perception_kl = k3(inputs.log_probs, inputs.perception.masked_log_probs)
+    if inputs.weights is not None:
+        loss = loss * inputs.weights
+    below, above = (torch.zeros_like(ratio, dtype=torch.bool),) * 2
+    if options.surrogate in ("clipped", "cispo"):
+        below, above = beyond(ratio, advantages, low, high)
+    update_kl = k3(inputs.old_log_probs, inputs.log_probs)
+    sums = [
+        loss,
+        ratio,
+        (ratio - 1).square(),
+        below | above,
+        below,
+        above,
+        inputs.entropy,
+        kl,
+        update_kl,
+        perception_kl,
+    ]
+    return loss.sum(), torch.stack([x.detach().sum().to(loss.dtype) for x in sums])
 
 
 def cross_entropy(log_probs: Tensor) -> Tensor:

@@ -21,4 +21,4 @@ class ExactMatch:
         text = completion.strip()
         well_formed = finished and matches(self.format, text)
         correct = finished and text == answer.strip()
-        return Score(float(correct) + self.format_reward * well_formed, correct, well_formed)
+        return Score((float(correct), self.format_reward * well_formed), correct, well_formed)

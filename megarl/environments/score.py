@@ -7,9 +7,14 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Score:
-    reward: float
+    components: tuple[float, ...]
+    """What the reward is the sum of; as many from every answer that an environment judges."""
     correct: bool
     well_formed: bool
+
+    @property
+    def reward(self) -> float:
+        return sum(self.components)
 
 
 class Environment(Protocol):

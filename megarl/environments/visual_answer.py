@@ -52,4 +52,4 @@ class VisualAnswer:
             distance = abs(int(given) - int(true))
             correct = distance == 0  # 07 is 7
             credit = max(0.0, 1 - distance / (self.count_tolerance + 1))
-        return Score(credit + self.format_reward * well_formed, correct, well_formed)
+        return Score((credit, self.format_reward * well_formed), correct, well_formed)

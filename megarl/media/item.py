@@ -1,10 +1,18 @@
 """Media items and expanded prompts: what rollout, training, scoring and evaluation all share."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from megarl.data.prompt import Grid, Prompt
+
+MODALITIES = ("text", "image", "video", "image+video")
+
+
+def modality(kinds: Iterable[str]) -> str:
+    """One of `MODALITIES`, of the kinds of a prompt's media."""
+    return "+".join(sorted(set(kinds))) or "text"
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,3 +54,8 @@ class EncodedPrompt:
     """Position, on all three axes, of the token that follows the prompt."""
     items: tuple[MediaItem, ...]
     """In the order of their media tokens."""
+
+    @property
+    def modality(self) -> str:
+        """One of `MODALITIES`."""
+        return modality(item.kind for item in self.items)

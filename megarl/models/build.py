@@ -83,6 +83,11 @@ def _model(folder: Path, bridge: AutoBridge, options: ModelOptions, groups: Proc
     return model
 
 
+def fill(policy: Policy, folder: Path) -> None:
+    """Writes the weights of another checkpoint, of the same sizes, into the policy's module, in place.  Collective."""
+    policy.bridge.load_hf_weights([policy.model], folder)
+
+
 def _megatron_config(bridge: AutoBridge, options: ModelOptions):
     """Bridge's provider, which is Megatron's TransformerConfig too, for this machine and layout."""
     config = bridge.to_megatron_provider(load_weights=False)

@@ -12,19 +12,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def hf_config(path: str | None, inline: dict | None) -> "PreTrainedConfig":
-    """The Hugging Face configuration of a model, from a checkpoint folder or given inline (`model_type` and its keys).
+def hf_config(path: str | None, inline: dict | None, key: str = "model.path") -> "PreTrainedConfig":
+    """The Hugging Face configuration of a model, from a checkpoint folder, which the recipe's `key` names, or given
+    inline (`model_type` and its keys).
 
     Raises:
         UserError: no such folder, another family, an unknown key or a wrong type inside the configuration, a mixture
             of experts with layers that have none.
     """
     if path is not None and not Path(path, "config.json").is_file():
-        raise UserError(f"model.path = {path!r}: should be a folder with a config.json")
+        raise UserError(f"{key} = {path!r}: should be a folder with a config.json")
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    source = "model.config" if path is None else f"model.path = {path!r}"
+    source = "model.config" if path is None else f"{key} = {path!r}"
     try:
         if path is not None:
             config = AutoConfig.from_pretrained(path, local_files_only=True)

@@ -6,8 +6,11 @@ precision) or a bug.  Ranks hold different tokens; the measure is therefore take
     parts = mismatch_parts(engine, trainer)
     all_reduce(parts.sums, SUM); all_reduce(parts.maximum, MAX)
     metrics |= mismatch_metrics(parts)
+
+or for samples of several kinds with `mismatch_by_label` and `labelled_metrics`.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,3 +68,31 @@ def mismatch_metrics(parts: MismatchParts) -> dict[str, float]:
         "mismatch/tmpe": ratio / tokens,
         "mismatch/kl": kl / tokens,
     }
+
+
+def mismatch_by_label(
+    engine: Sequence[torch.Tensor], trainer: Sequence[torch.Tensor], labels: Sequence[str], names: Sequence[str]
+) -> MismatchParts:
+    """Parts over all samples, and over those of each label: `sums` `[1 + len(names), 4]`, `maximum` likewise.
+
+    Args:
+        engine, trainer: float32 `[n]` per sample.
+        labels: of the samples, each in `names`.
+        names: the same on all ranks.
+    """
+    none = torch.zeros(0)
+    chosen = [range(len(labels)), *([i for i, label in enumerate(labels) if label == name] for name in names)]
+    parts = [
+        mismatch_parts(torch.cat([none, *(engine[i] for i in some)]), torch.cat([none, *(trainer[i] for i in some)]))
+        for some in chosen
+    ]
+    return MismatchParts(torch.stack([p.sums for p in parts]), torch.stack([p.maximum for p in parts]))
+
+
+def labelled_metrics(parts: MismatchParts, names: Sequence[str]) -> dict[str, float]:
+    """`mismatch_metrics` of all samples, and as `mismatch/max/NAME` of each label that has some."""
+    overall, *labelled = (MismatchParts(*row) for row in zip(parts.sums, parts.maximum, strict=True))
+    found = mismatch_metrics(overall)
+    for name, part in zip(names, labelled, strict=True):
+        found |= {f"{key}/{name}": value for key, value in mismatch_metrics(part).items()}
+    return found

@@ -30,7 +30,7 @@ def balance(
 
     Args:
         groups: minibatches one after another, with as many groups on every data-parallel rank.
-        places: of their prompts in the step's batch.
+        places: of their prompts in the data set.
         encode: gives the prompt at a place.
 
     Returns:

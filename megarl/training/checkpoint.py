@@ -7,9 +7,10 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
+from megarl.training.reference import ReferencePolicy
 from megarl.training.trainer import Trainer
 
-_LATEST, _PROGRESS = "latest", "progress.json"
+_LATEST, _PROGRESS, _REFERENCE = "latest", "progress.json", "reference"
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 """Given as a copy: Megatron writes process groups into it."""
 
@@ -21,13 +22,14 @@ def latest(folder: Path) -> Path | None:
     return named if named and (named / _PROGRESS).is_file() else None
 
 
-def save(folder: Path, name: str, trainer: Trainer, progress: dict) -> None:
+def save(folder: Path, name: str, trainer: Trainer, progress: dict, reference: ReferencePolicy | None = None) -> None:
     """Writes `folder/name` and then points `latest` to it; older ones go.  Collective.
 
     Nothing is done where `latest` is `name` already: the same step has the same state.
 
     Args:
         progress: plain values that tell the run where it was; rank 0's are kept.
+        reference: one that moves, and so is as old as the checkpoint says; its weights are kept with it.
     """
     there = latest(folder)
     dist.barrier()  # every rank has looked before rank 0 writes
@@ -35,6 +37,9 @@ def save(folder: Path, name: str, trainer: Trainer, progress: dict) -> None:
         return
     partial = folder / f"{name}.partial"
     _write(partial, _state(trainer, is_loading=False))
+    if reference is not None:
+        with reference.swapped_in():
+            _write(partial / _REFERENCE, {"model": _model_state(trainer)})
     if dist.get_rank() == 0:
         (partial / _PROGRESS).write_text(json.dumps(progress))
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -46,6 +51,12 @@ def save(folder: Path, name: str, trainer: Trainer, progress: dict) -> None:
             if old.is_dir() and old.name != name:
                 shutil.rmtree(old)
     dist.barrier()
+
+
+def reference_weights(checkpoint: Path) -> Path | None:
+    """For `load_weights`: those of the reference policy that `save` was given, or None."""
+    folder = checkpoint / _REFERENCE
+    return folder if folder.is_dir() else None
 
 
 def read_progress(checkpoint: Path) -> dict:

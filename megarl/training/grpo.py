@@ -1,47 +1,38 @@
 """One GRPO step on a batch of rollouts: frozen log-probabilities first, then the updates."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages import spread
+from megarl.algorithms.normalization import Normalization, batch_totals, sequence_weights
 from megarl.algorithms.objective import METRICS, ObjectiveInputs, ObjectiveOptions, cross_entropy, objective
+from megarl.algorithms.perception import PerceptionInputs
+from megarl.algorithms.sequences import spread
+from megarl.media.mask import mask_patches
 from megarl.packing.cost import CostModel
 from megarl.packing.rows import PackedRow, TokenSequence, by_member, pack
+from megarl.training.credit import Credit, CreditOptions, Sample, Scored, assign_credit
 from megarl.training.reduce import over_data_parallel
 from megarl.training.reference import ReferencePolicy
 from megarl.training.trainer import Trainer, row_multiple
 
 
-@dataclass(frozen=True, eq=False)
-class Sample:
-    """A rollout as training takes it."""
-
-    sequence: TokenSequence
-    rollout_log_probs: Tensor
-    """float32 `[completion]`: what the engine sampled with."""
-    advantage: float
-
-
-@dataclass(frozen=True, eq=False)
-class Scored:
-    """Log-probabilities per sample before the first update, float32 `[completion]` each."""
-
-    trainer: list[Tensor]
-    reference: list[Tensor] | None
-    metrics: dict[str, float]
-    """Over all ranks."""
-
-
 @dataclass(frozen=True)
 class StepOptions:
     objective: ObjectiveOptions
+    credit: CreditOptions
     epochs: int
     minibatches: int
     old_log_probs: str
     """`trainer` or `rollout`: the denominator of the ratio."""
     tokens_per_row: int
+    normalization: Normalization = "token"
+    max_new_tokens: int = 1
+    """The divisor of `constant` normalization."""
+    seed: int = 1
+    """Of the patches that are hidden where the objective's perception term is on."""
 
 
 class PolicyStep:
@@ -76,8 +67,15 @@ class PolicyStep:
     def _scored(self, rows: list[PackedRow]) -> list[Tensor]:
         return list(by_member(rows, self._trainer.score(rows)).values())
 
-    def update(self, samples: list[Sample], scored: Scored) -> dict[str, float]:
+    def credit(self, samples: list[Sample], scored: Scored) -> Credit:
+        """What each sample counts for in the updates.  Collective."""
+        return assign_credit(samples, scored, self._options.credit)
+
+    def update(self, samples: list[Sample], scored: Scored, credit: Credit, step: int = 1) -> dict[str, float]:
         """All epochs and minibatches; samples of a group stay in one minibatch.
+
+        Args:
+            step: decides which patches are hidden from the twin of a row.
 
         Returns:
             Means over the batch's tokens and updates, equal on all ranks.
@@ -88,44 +86,80 @@ class PolicyStep:
             for start in range(0, len(samples), size):
                 chosen = range(start, start + size)
                 rows = self._pack([samples[i] for i in chosen])
+                weights = self._weights([samples[i] for i in chosen], credit.kept[start : start + size])
 
-                def loss(row: PackedRow, log_probs: Tensor, entropy: Tensor, chosen=chosen):
+                def loss(row: PackedRow, *outputs: Tensor, chosen=chosen, weights=weights):
                     members = [chosen[m] for m in row.members]
-                    return objective(self._inputs(samples, scored, members, row, log_probs, entropy), self._objective)
+                    inputs = self._inputs(samples, scored, credit, members, weights[list(row.members)], *outputs)
+                    return objective(inputs, self._options.objective)
 
-                result, added = self._trainer.update(rows, loss)
+                result, added = self._trainer.update(rows, loss, self._twin(step))
                 results.append(result)
                 sums += added.cpu()
                 tokens += sum(row.targets.numel() for row in rows)
         total = over_data_parallel(torch.cat([sums, torch.tensor([float(tokens)])]))
         means = dict(zip(METRICS, (total[:-1] / total[-1].clamp(min=1)).tolist(), strict=True))
         return {
+            **credit.metrics,
             **means,
+            "policy/ratio_deviation": means["policy/ratio_deviation"] ** 0.5,
             "optimizer/grad_norm": sum(r.grad_norm for r in results) / len(results),
             "optimizer/learning_rate": results[-1].learning_rate,
             "optimizer/skipped_updates": sum(not r.applied for r in results),
         }
 
-    @property
-    def _objective(self) -> ObjectiveOptions:
-        return self._options.objective
+    def _weights(self, samples: list[Sample], kept: Tensor) -> Tensor:
+        """float32 `[samples]`: of each one's tokens in the loss of the minibatch that all ranks share."""
+        lengths = torch.tensor([sample.sequence.completion.numel() for sample in samples])
+        totals = over_data_parallel(batch_totals(lengths, kept))
+        return sequence_weights(lengths, kept, totals, self._options.normalization, self._options.max_new_tokens)
 
-    def _inputs(self, samples, scored: Scored, members: list[int], row: PackedRow, log_probs, entropy):
+    def _twin(self, step: int) -> Callable[[PackedRow], PackedRow] | None:
+        """Gives a row in which a part of the media is hidden, where the objective compares the two."""
+        perception = self._options.objective.perception
+        if not perception.coefficient:
+            return None
+        key = f"{self._options.seed}/{step}/"
+        return lambda row: replace(
+            row, items=tuple(mask_patches(item, perception.mask_ratio, key) for item in row.items)
+        )
+
+    def _inputs(
+        self,
+        samples: list[Sample],
+        scored: Scored,
+        credit: Credit,
+        members: list[int],
+        weights: Tensor,
+        log_probs: Tensor,
+        entropy: Tensor,
+        *masked: Tensor,
+    ) -> ObjectiveInputs:
+        """Of a row that holds `members` of the samples, each of whose tokens has its weight in `weights`; `masked` are
+        log-probabilities and entropies of the row's twin, where it has one."""
         device = log_probs.device
+        lengths = [samples[m].sequence.completion.numel() for m in members]
+
+        def tokens(values: list[Tensor]) -> Tensor:
+            return torch.cat([values[m] for m in members]).to(device)
+
+        old = scored.trainer
         if self._options.old_log_probs == "rollout":
-            old = [samples[m].rollout_log_probs for m in members]
-        else:
-            old = [scored.trainer[m] for m in members]
-        advantages = torch.tensor([samples[m].advantage for m in members], device=device)
-        reference = None
-        if scored.reference is not None:
-            reference = torch.cat([scored.reference[m] for m in members]).to(device)
+            old = [sample.rollout_log_probs for sample in samples]
+        perception = None
+        if masked:
+            sees = torch.tensor([bool(samples[m].sequence.prompt.items) for m in members])
+            perception = PerceptionInputs(*masked, spread(sees, lengths).to(device))
         return ObjectiveInputs(
             log_probs=log_probs,
             entropy=entropy,
-            old_log_probs=torch.cat(old).to(device),
-            advantages=spread(advantages, row.lengths),
-            reference_log_probs=reference,
+            old_log_probs=tokens(old),
+            advantages=spread(credit.advantages[members], lengths).to(device),
+            lengths=lengths,
+            reference_log_probs=tokens(scored.reference) if scored.reference is not None else None,
+            corrections=tokens(credit.corrections),
+            weights=spread(weights, lengths).to(device),
+            perception=perception,
         )
 
     def _pack(self, samples: list[Sample]) -> list[PackedRow]:

@@ -122,12 +122,19 @@ class Trainer:
         """Of the last `score`, over all ranks: see `megarl.models.router_replay.RowReplay.rerouted`.  Collective."""
         return self._replay.rerouted()
 
-    def update(self, rows: Sequence[PackedRow], loss: Callable[[PackedRow, Tensor, Tensor], tuple[Tensor, Tensor]]):
+    def update(
+        self,
+        rows: Sequence[PackedRow],
+        loss: Callable[..., tuple[Tensor, Tensor]],
+        twin: Callable[[PackedRow], PackedRow] | None = None,
+    ):
         """One optimizer step on the rows of this rank.
 
         Args:
             rows: microbatches; ranks may have different numbers of them, but at least one each.
             loss: `(row, log-probabilities [n], entropies [n]) -> (summed loss, sums to report)`.
+            twin: gives a row with the same targets, which goes through the model beside the row; `loss` is given its
+                log-probabilities and entropies too.
 
         Returns:
             (UpdateResult, the loss function's sums added over this rank's rows.)
@@ -135,7 +142,7 @@ class Trainer:
         self._ddp.train()
         self._ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = self._run(rows, lambda row, output: loss(row, *output), forward_only=False)
+        sums = self._run(rows, lambda row, output: loss(row, *output), forward_only=False, twin=twin)
         applied, grad_norm = False, float("nan")
         if self._gradients_are_finite():
             applied, grad_norm, _ = self.optimizer.step()
@@ -166,14 +173,16 @@ class Trainer:
                 torch.distributed.all_gather_into_tensor(bucket.grad_data, mine, group=group)
         return {name: p.main_grad.clone() for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def _run(self, rows: Sequence[PackedRow], result, forward_only: bool) -> list:
+    def _run(self, rows: Sequence[PackedRow], result, forward_only: bool, twin=None) -> list:
         """What `result` makes of each row.  Ranks that share experts run equally many microbatches: who has fewer
         rows adds idle ones, which weigh nothing."""
         idle = [idle_row(row_multiple())] * (experts.most(len(rows), self.model.pg_collection.ep) - len(rows))
 
         def forward_step(iterator, model):
             row = next(iterator)
-            return self._forward(row), lambda output, non_loss_data=False: finish(row, output, non_loss_data)
+            # The twin of every row, so that ranks that share experts go through the model equally often.
+            output = torch.cat([self._forward(one) for one in ([row, twin(row)] if twin else [row])])
+            return output, lambda output, non_loss_data=False: finish(row, output, non_loss_data)
 
         def finish(row, output, non_loss_data):
             if not row.members:

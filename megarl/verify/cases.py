@@ -21,7 +21,7 @@ from megarl.data.rejection import BadRow
 from megarl.data.rows import open_rows
 from megarl.errors import MediaError, PromptError, UserError
 from megarl.media.encoder import Encoder
-from megarl.media.item import EncodedPrompt
+from megarl.media.item import EncodedPrompt, modality
 
 LOOKED_AT = 4096
 """Rows at the head of the training split among which prompts of each modality are looked for."""
@@ -45,12 +45,7 @@ class Case:
 
     @property
     def modality(self) -> str:
-        return modality(item.kind for item in self.prompt.items)
-
-
-def modality(kinds) -> str:
-    """`text`, `image`, `video` or `image+video`, of the kinds of a prompt's media."""
-    return "+".join(sorted(set(kinds))) or "text"
+        return self.prompt.modality
 
 
 def first_prompts(data, encoder: Encoder, downloads: Path, count: int) -> list[EncodedPrompt]:
@@ -114,7 +109,8 @@ def loss(cases: Sequence[Case], log_probs: Tensor, entropy: Tensor, options: Obj
     device = log_probs.device
     sampled = torch.cat([case.sampled for case in cases]).to(device)
     advantage = torch.cat([torch.full_like(case.sampled, case.advantage) for case in cases]).to(device)
+    lengths = [case.sampled.numel() for case in cases]
     return objective(
-        ObjectiveInputs(log_probs, entropy, sampled, advantage, sampled + _REFERENCE_OFF),
+        ObjectiveInputs(log_probs, entropy, sampled, advantage, lengths, sampled + _REFERENCE_OFF),
         options,
     )

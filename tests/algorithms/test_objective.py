@@ -1,4 +1,4 @@
-"""The objective: numbers by hand, and what must hold for any input."""
+"""The objective: numbers by hand, the same token by token in plain Python, and what must hold for any input."""
 
 import math
 
@@ -7,29 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms.objective import (
-    METRICS,
-    ObjectiveInputs,
-    ObjectiveOptions,
-    clipped_surrogate,
-    cross_entropy,
-    k3,
-    objective,
-)
-
-
-def test_surrogate_by_hand():
-    """Bounds 0.8 and 1.3; the pessimistic one of the two products counts."""
-    ratio = torch.tensor([1.0, 2.0, 2.0, 0.5, 0.5, 1.2])
-    advantages = torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0, 2.0])
-    expected = torch.tensor([-1.0, -1.3, 2.0, -0.5, 0.8, -2.4])
-    torch.testing.assert_close(clipped_surrogate(ratio, advantages, 0.2, 0.3), expected)
-
-
-def test_k3_by_hand():
-    """d = ln 2: 2 - ln 2 - 1;  d = -ln 2: 1/2 + ln 2 - 1."""
-    found = k3(torch.log(torch.tensor([0.25, 0.5, 0.3])), torch.log(torch.tensor([0.5, 0.25, 0.3])))
-    torch.testing.assert_close(found, torch.tensor([1 - math.log(2), math.log(2) - 0.5, 0.0]), atol=1e-6, rtol=0)
+from megarl.algorithms.objective import METRICS, ObjectiveInputs, ObjectiveOptions, cross_entropy, objective
 
 
 def test_objective_by_hand():
@@ -39,6 +17,7 @@ def test_objective_by_hand():
         entropy=torch.tensor([1.0, 3.0]),
         old_log_probs=torch.log(torch.tensor([0.25, 0.4])),
         advantages=torch.tensor([1.0, 2.0]),
+        lengths=(2,),
         reference_log_probs=torch.log(torch.tensor([0.25, 0.2])),
     )
     kl = 0.5 + math.log(2) - 1
@@ -46,8 +25,33 @@ def test_objective_by_hand():
     expected = (-1.2 - 1.0) + 0.5 * kl - 0.1 * 4.0
     assert float(loss) == pytest.approx(expected, abs=1e-6)
     assert dict(zip(METRICS, sums.tolist(), strict=True)) == pytest.approx(
-        {"policy/loss": expected, "policy/ratio": 2.5, "policy/clip_fraction": 1, "policy/entropy": 4, "policy/kl": kl}
+        {
+            "policy/loss": expected,
+            "policy/ratio": 2.5,
+            "policy/ratio_deviation": 1.25,
+            "policy/clip_fraction": 1,
+            "policy/clip_fraction_low": 0,
+            "policy/clip_fraction_high": 1,
+            "policy/entropy": 4,
+            "policy/kl": kl,
+            "policy/update_kl": (2 - 1 - math.log(2)) + (0.5 - 1 + math.log(2)),
+            "policy/perception_kl": 0,
+        }
     )
+
+
+def test_corrections_are_of_the_policy_gradient_and_weights_of_all():
+    inputs = ObjectiveInputs(
+        log_probs=torch.zeros(2),
+        entropy=torch.ones(2),
+        old_log_probs=torch.zeros(2),
+        advantages=torch.tensor([1.0, 2.0]),
+        lengths=(1, 1),
+        corrections=torch.tensor([0.5, 0.0]),
+        weights=torch.tensor([3.0, 7.0]),
+    )
+    loss, _ = objective(inputs, ObjectiveOptions(entropy_coefficient=0.1))
+    assert float(loss) == pytest.approx(3 * (-0.5 - 0.1) + 7 * (0 - 0.1))
 
 
 def test_cross_entropy():
@@ -59,60 +63,73 @@ def tokens(low, high):
 
 
 log_probs = tokens(-4, -0.015625)
+LENGTHS = (3, 1, 6, 2)
+VARIANTS = [
+    ObjectiveOptions(0.2, 0.3, 0.4, 0.1),
+    ObjectiveOptions(0.2, 0.3, 0.4, 0.1, dual_clip=1.5, kl_estimator="k1"),
+    ObjectiveOptions(0.2, 0.3, 0.0, 0.1, ratio="sequence"),
+    ObjectiveOptions(1.0, 0.3, 0.2, 0.0, surrogate="cispo", kl_estimator="k2"),
+    ObjectiveOptions(0.1, 0.1, ratio="sequence", surrogate="cispo"),
+    ObjectiveOptions(0.2, 0.3, surrogate="unclipped"),
+]
 
 
-@given(log_probs, log_probs)
-def test_k3_is_not_negative(policy, reference):
-    assert (k3(policy, reference) >= -1e-6).all()
-    assert (k3(policy, policy) == 0).all()
+def _plain(policy, entropy, old, advantages, kept, corrections, weights, o: ObjectiveOptions) -> float:
+    """The loss, token by token."""
+    total, start = 0.0, 0
+    for n in LENGTHS:
+        here = range(start, start + n)
+        start += n
+        mean = sum(policy[t] - old[t] for t in here) / n
+        for t in here:
+            ratio = math.exp(mean if o.ratio == "sequence" else policy[t] - old[t])
+            held = min(max(ratio, 1 - o.clip_low), 1 + o.clip_high)
+            if o.surrogate == "clipped":
+                gain = min(ratio * advantages[t], held * advantages[t])
+                if o.dual_clip and advantages[t] < 0:
+                    gain = max(gain, o.dual_clip * advantages[t])
+            else:
+                gain = held * advantages[t] * policy[t] if o.surrogate == "cispo" else ratio * advantages[t]
+            d = policy[t] - kept[t]
+            kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) + d - 1}[o.kl_estimator]
+            loss = -gain * corrections[t] + o.kl_coefficient * kl - o.entropy_coefficient * entropy[t]
+            total += weights[t] * loss
+    return total
 
 
-def test_k3_is_unbiased():
-    """Its expectation under the policy is the KL divergence, exactly, on a small vocabulary."""
-    generator = torch.Generator().manual_seed(1)
-    policy, reference = torch.randn(2, 9, generator=generator, dtype=torch.double).log_softmax(-1)
-    divergence = (policy.exp() * (policy - reference)).sum()
-    torch.testing.assert_close((policy.exp() * k3(policy, reference)).sum(), divergence)
+@given(log_probs, tokens(0, 3), log_probs, tokens(-2, 2), log_probs, tokens(0, 2), tokens(0, 2))
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_against_plain_python(options, policy, entropy, old, advantages, kept, corrections, weights):
+    inputs = ObjectiveInputs(policy, entropy, old, advantages, LENGTHS, kept, corrections, weights)
+    found, _ = objective(inputs, options)
+    plain = _plain(*(x.tolist() for x in (policy, entropy, old, advantages, kept, corrections, weights)), options)
+    assert float(found) == pytest.approx(plain, rel=1e-4, abs=1e-3)
 
 
-@given(log_probs, log_probs, tokens(-2, 2))
-def test_gradient_where_nothing_is_clipped_and_where_it_is(policy, old, advantages):
-    """-A ratio inside the bounds, and 0 exactly where a token counts as clipped."""
-    policy = policy.clone().requires_grad_()
-    options = ObjectiveOptions(0.2, 0.3)
-    loss, sums = objective(ObjectiveInputs(policy, torch.zeros(12), old, advantages), options)
-    loss.backward()
-    ratio = (policy.detach() - old).exp()
-    clipped = ((ratio > 1.3) & (advantages > 0)) | ((ratio < 0.8) & (advantages < 0))
-    edge = ((ratio - 1.3).abs() < 1e-5) | ((ratio - 0.8).abs() < 1e-5)
-    expected = torch.where(clipped, 0.0, -advantages * ratio)
-    torch.testing.assert_close(policy.grad[~edge], expected[~edge], atol=1e-5, rtol=1e-5)
-    if not edge.any():
-        assert sums[METRICS.index("policy/clip_fraction")] == clipped.sum()
+@given(log_probs, tokens(-2, 2), st.integers(1, 3))
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_sums_add_up(options, policy, advantages, cut):
+    """A batch cut between any sequences gives the same sums, so that rows and ranks do not matter."""
+
+    def part(sequences):
+        start, end = sum(LENGTHS[: sequences.start]), sum(LENGTHS[: sequences.stop])
+        mine = policy[start:end]
+        lengths = LENGTHS[sequences.start : sequences.stop]
+        old = torch.full_like(mine, -1.0)
+        return objective(ObjectiveInputs(mine, -mine, old, advantages[start:end], lengths, mine * 0.5), options)
+
+    whole, first, second = part(range(4)), part(range(cut)), part(range(cut, 4))
+    torch.testing.assert_close(first[0] + second[0], whole[0], atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(first[1] + second[1], whole[1], atol=1e-3, rtol=1e-4)
 
 
-@given(log_probs, tokens(-2, 2), st.integers(1, 11))
-def test_sums_add_up(policy, advantages, cut):
-    """A batch cut anywhere gives the same sums, so that rows and ranks do not matter."""
-    options = ObjectiveOptions(kl_coefficient=0.2, entropy_coefficient=0.1)
-
-    def part(where):
-        inputs = ObjectiveInputs(
-            policy[where], -policy[where], policy[where].flip(0) * 0 - 1.0, advantages[where], policy[where] * 0.5
-        )
-        return objective(inputs, options)
-
-    whole, first, second = part(slice(None)), part(slice(None, cut)), part(slice(cut, None))
-    torch.testing.assert_close(first[0] + second[0], whole[0], atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(first[1] + second[1], whole[1], atol=1e-4, rtol=1e-5)
-
-
-def test_gradient_in_double():
+@pytest.mark.parametrize("options", [v for v in VARIANTS if v.surrogate != "cispo"], ids=str)
+def test_gradient_in_double(options):
+    """CISPO's weight has no gradient on purpose: its own test is in test_surrogate.py."""
     generator = torch.Generator().manual_seed(2)
-    policy, old, kept, entropy, advantages = torch.randn(5, 8, generator=generator, dtype=torch.double)
-    options = ObjectiveOptions(0.2, 0.3, 0.4, 0.1)
+    policy, old, kept, entropy, advantages = torch.randn(5, 12, generator=generator, dtype=torch.double)
 
     def function(p, e):
-        return objective(ObjectiveInputs(p, e, old, advantages, kept), options)[0]
+        return objective(ObjectiveInputs(p, e, old, advantages, LENGTHS, kept), options)[0]
 
     assert torch.autograd.gradcheck(function, (policy.requires_grad_(), entropy.requires_grad_()))

@@ -5,7 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.observe.mismatch import MismatchParts, mismatch_metrics, mismatch_parts
+from megarl.observe.mismatch import (
+    MismatchParts,
+    labelled_metrics,
+    mismatch_by_label,
+    mismatch_metrics,
+    mismatch_parts,
+)
 
 logprobs = st.floats(-20, 0, width=32)
 token = st.tuples(logprobs, logprobs)
@@ -98,3 +104,23 @@ def test_a_graph_is_not_kept():
 def test_other_shapes_are_refused(engine, trainer):
     with pytest.raises(ValueError, match="must both be"):
         mismatch_parts(torch.zeros(engine), torch.zeros(trainer))
+
+
+def test_labels():
+    """Over all samples, and over those of each label that any rank has; a rank without some takes part."""
+    names = ("text", "image", "video")
+    engine = [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0]), torch.tensor([-4.0])]
+    trainer = [torch.tensor([-1.5, -2.0]), torch.tensor([-3.25]), torch.tensor([-4.0])]
+    labels = ["image", "text", "image"]
+    whole = mismatch_by_label(engine, trainer, labels, names)
+    parts = [mismatch_by_label(engine[part], trainer[part], labels[part], names) for part in (slice(1), slice(1, 3))]
+    found = labelled_metrics(reduce(parts), names)
+    assert found == pytest.approx(labelled_metrics(whole, names))
+    expected = {
+        "": mismatch_parts(torch.cat(engine), torch.cat(trainer)),
+        "/text": mismatch_parts(engine[1], trainer[1]),
+        "/image": mismatch_parts(torch.cat([engine[0], engine[2]]), torch.cat([trainer[0], trainer[2]])),
+    }
+    by_hand = {f"{key}{name}": value for name, p in expected.items() for key, value in mismatch_metrics(p).items()}
+    assert found == pytest.approx(by_hand)
+    assert found["mismatch/max/image"] == 0.5 and found["mismatch/max/text"] == 0.25

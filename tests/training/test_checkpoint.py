@@ -9,6 +9,7 @@ from tests.distributed import TP1, TP2, TP2_SP, lazy
 
 policies = lazy("tests.policies")
 checkpoints = lazy("megarl.training.checkpoint")
+reference = lazy("megarl.training.reference")
 
 STEPS = 3
 OPTIONS = dict(learning_rate=1e-3, schedule="linear", warmup_steps=2)
@@ -121,3 +122,24 @@ def test_weights_are_written_once(checkpoint, prompts, tmp_path):
     checkpoints.save_weights(tmp_path / "reference", trainer)
     checkpoints.load_weights(tmp_path / "reference", trainer)
     assert all(torch.equal(weight, start[name]) for name, weight in policies.weights(policy).items())
+
+
+@pytest.mark.ranks(1)
+def test_moving_reference(checkpoint, prompts, tmp_path):
+    """It is kept with the checkpoint whose step it belongs to, apart from the policy's own weights."""
+    sequences, folder = tiny.make_sequences(prompts), tmp_path / "run"
+    policy, trainer = _begin(checkpoint)
+    _train(trainer, sequences, 1)
+    kept, moved = reference.ReferencePolicy(policy.model), policies.weights(policy)
+    _train(trainer, sequences, 1)
+    trained = policies.weights(policy)
+    checkpoints.save(folder, "a", trainer, {}, kept)
+    assert all(torch.equal(weight, trained[name]) for name, weight in policies.weights(policy).items())
+    newest = checkpoints.latest(folder)
+    _train(trainer, sequences, 1)
+    checkpoints.load_weights(checkpoints.reference_weights(newest), trainer)
+    assert all(torch.equal(weight, moved[name]) for name, weight in policies.weights(policy).items())
+    checkpoints.load(newest, trainer)
+    assert all(torch.equal(weight, trained[name]) for name, weight in policies.weights(policy).items())
+    checkpoints.save(folder, "b", trainer, {})
+    assert checkpoints.reference_weights(checkpoints.latest(folder)) is None

@@ -1,14 +1,19 @@
 """A GRPO step against one written down again in plain PyTorch over transformers."""
 
+import dataclasses
+
 import pytest
 import torch
 
+from megarl.media.mask import mask_patches
 from tests import tiny
-from tests.distributed import LAYOUTS, lazy
+from tests.distributed import LAYOUTS, Layout, lazy
 
 policies = lazy("tests.policies")
 grpo = lazy("megarl.training.grpo")
+credits = lazy("megarl.training.credit")
 objective = lazy("megarl.algorithms.objective")
+perception = lazy("megarl.algorithms.perception")
 reference_policy = lazy("megarl.training.reference")
 
 RATE, GROUP = 2e-3, 2
@@ -18,7 +23,7 @@ SETTINGS = dict(clip_low=0.1, clip_high=0.15, kl_coefficient=0.3, entropy_coeffi
 @pytest.fixture(scope="module")
 def batch(prompts):
     """(sequence, the engine's log-probabilities, advantage) of 4 groups of 2.  The log-probabilities are off by
-    what may be a ratio beyond either bound."""
+    what may be a ratio beyond either bound.  Completions have different lengths."""
     generator = torch.Generator().manual_seed(8)
     chosen = {name: prompts[name] for name in ("text", "image", "images", "other_image")}
     sequences = tiny.make_sequences(chosen, GROUP)
@@ -30,8 +35,8 @@ def batch(prompts):
     ]
 
 
-def _step(checkpoint, batch, options, sequence_parallel=False, moved=False, settings=SETTINGS):
-    """Scores and a whole step: (scores, metrics, gradient of each update, weights afterwards)."""
+def _step(checkpoint, batch, options, sequence_parallel=False, moved=False, settings=SETTINGS, credit=None):
+    """Scores and a whole step: (weights before, scores, metrics, weights afterwards)."""
     policy = policies.policy(checkpoint, sequence_parallel=sequence_parallel)
     trainer = policies.trainer(policy.model, learning_rate=RATE, weight_decay=0.0, clip_grad=0.0)
     kept = reference_policy.ReferencePolicy(policy.model) if settings["kl_coefficient"] else None
@@ -39,11 +44,25 @@ def _step(checkpoint, batch, options, sequence_parallel=False, moved=False, sett
         policies.one_update(trainer, [sequence for sequence, _, _ in batch])
         policies.begin(trainer, RATE, weight_decay=0.0, clip_grad=0.0)
     start = policies.weights(policy)
-    samples = [grpo.Sample(*sample) for sample in batch]
-    options = grpo.StepOptions(objective=objective.ObjectiveOptions(**settings), tokens_per_row=200, **options)
-    step = grpo.PolicyStep(trainer, kept, options, tiny.MERGE)
+    samples = [credits.Sample(sequence, log_probs, (0.0,)) for sequence, log_probs, _ in batch]
+    options = {"tokens_per_row": 200, "credit": credits.CreditOptions(GROUP), "seed": 5, **options}
+    if "perception" in settings:
+        settings = {**settings, "perception": perception.PerceptionOptions(**settings["perception"])}
+    step = grpo.PolicyStep(
+        trainer, kept, grpo.StepOptions(objective=objective.ObjectiveOptions(**settings), **options), tiny.MERGE
+    )
     scored = step.score(samples)
-    return start, (scored.trainer, scored.reference), step.update(samples, scored), policies.weights(policy)
+    metrics = step.update(samples, scored, _credit(batch, **credit or {}), step=3)
+    return start, (scored.trainer, scored.reference), metrics, policies.weights(policy)
+
+
+def _credit(batch, corrections=None, kept=None):
+    """As the test says, in place of what the rewards would give."""
+    return credits.Credit(
+        torch.tensor([advantage for _, _, advantage in batch]),
+        corrections or [torch.ones(sequence.completion.numel()) for sequence, _, _ in batch],
+        torch.tensor(kept or [True] * len(batch)),
+    )
 
 
 class Plain:
@@ -145,6 +164,113 @@ def _half(checkpoint, batch, options):
     return _step(checkpoint, batch[rank * half : (rank + 1) * half], options)
 
 
+VARIANTS = {
+    "sequence mean": (dict(), dict(normalization="sequence")),
+    "constant length": (dict(entropy_coefficient=0.05), dict(normalization="constant", max_new_tokens=17)),
+    "GSPO": (dict(ratio="sequence", clip_low=0.02, clip_high=0.03), dict(normalization="sequence")),
+    "dual clip, k1": (dict(dual_clip=1.3, kl_coefficient=0.3, kl_estimator="k1"), dict()),
+    "CISPO": (dict(surrogate="cispo", clip_low=1.0, clip_high=0.1), dict()),
+    "PAPO": (
+        dict(perception=dict(coefficient=0.4, mask_ratio=0.5, entropy_coefficient=0.1, masked_entropy_coefficient=0.2)),
+        dict(normalization="sequence"),
+    ),
+    "unclipped, k2": (dict(surrogate="unclipped", kl_coefficient=0.3, kl_estimator="k2"), dict()),
+}
+KEPT = [True, False, True, True, True, True, True, False]
+
+
+def _variant(checkpoint, batch, corrections, name, layout):
+    """Metrics of one update on what this data-parallel rank has of the batch, and the weights that it gives."""
+    from megatron.core import parallel_state
+
+    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    mine = slice(rank * len(batch) // ranks, (rank + 1) * len(batch) // ranks)
+    settings, options = VARIANTS[name]
+    options = dict(epochs=1, minibatches=1, old_log_probs="rollout", tokens_per_row=layout[1], **options)
+    credit = dict(corrections=corrections[mine], kept=KEPT[mine])
+    settings = {"kl_coefficient": 0.0, **settings}
+    _, _, metrics, _ = _step(checkpoint, batch[mine], options, layout[0], True, settings, credit)
+    return metrics
+
+
+def _plain_loss(checkpoint, start, batch, corrections, name):
+    """Loss and gradient norm of one update, sequence by sequence, from the definitions."""
+    plain = Plain(checkpoint, start)
+    settings, options = VARIANTS[name]
+    o = dict(dict(clip_low=0.2, clip_high=0.2, ratio="token", surrogate="clipped", dual_clip=None), **settings)
+    kept = plain.scores(batch, plain.reference)
+    means, tokens = [], sum(s.completion.numel() for (s, _, _), keep in zip(batch, KEPT, strict=True) if keep)
+    for index, (sequence, old, advantage) in enumerate(batch):
+        if not KEPT[index]:
+            continue
+        log_probs, entropy = plain.policy.log_probs(sequence.prompt, sequence.completion)
+        losses = []
+        for t in range(len(log_probs)):
+            away = (log_probs - old).mean() if o["ratio"] == "sequence" else log_probs[t] - old[t]
+            ratio = torch.exp(away)
+            bounded = ratio.clamp(1 - o["clip_low"], 1 + o["clip_high"])
+            if o["surrogate"] == "cispo":
+                loss = -bounded.detach() * advantage * log_probs[t]
+            elif o["surrogate"] == "unclipped":
+                loss = -ratio * advantage
+            else:
+                loss = -torch.min(ratio * advantage, bounded * advantage)
+                if o["dual_clip"] and advantage < 0:
+                    loss = torch.min(loss, torch.tensor(-o["dual_clip"] * advantage))
+            loss = loss * corrections[index][t] - o.get("entropy_coefficient", 0.0) * entropy[t]
+            d = log_probs[t] - kept[index][t]
+            loss = loss + o.get("kl_coefficient", 0.0) * (d if o.get("kl_estimator") == "k1" else d * d / 2)
+            losses.append(loss)
+        if "perception" in o and sequence.prompt.items:
+            items = tuple(mask_patches(item, 0.5, "5/3/") for item in sequence.prompt.items)
+            hidden = dataclasses.replace(sequence.prompt, items=items)
+            less, flat = plain.policy.log_probs(hidden, sequence.completion)
+            d = log_probs - less
+            losses.append((-0.4 * (torch.exp(-d) + d - 1) + 0.1 * entropy + 0.2 * flat).sum())
+        summed = torch.stack(losses).sum()
+        divisor = {"token": tokens, "sequence": len(log_probs) * sum(KEPT), "constant": 17 * sum(KEPT)}
+        means.append(summed / divisor[options.get("normalization", "token")])
+    for parameter in plain.policy.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    loss = torch.stack(means).sum()
+    loss.backward()
+    return float(loss), float(torch.stack([p.grad.norm() for p in plain.policy.model.parameters()]).norm())
+
+
+def _start(checkpoint, batch):
+    policy = policies.policy(checkpoint)
+    trainer = policies.trainer(policy.model, learning_rate=RATE, weight_decay=0.0, clip_grad=0.0)
+    policies.one_update(trainer, [sequence for sequence, _, _ in batch])
+    return policies.weights(policy)
+
+
+CUTS = [
+    (Layout(1, 1), 200),
+    (Layout(1, 1), 4096),
+    (Layout(2, 1), 200),
+    (Layout(2, 1, context_parallel=2), 400),
+    (Layout(2, 2, sequence_parallel=True), 256),
+]
+
+
+QUICK = ("constant length", "GSPO", "PAPO")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS])
+def test_variants_against_plain_pytorch(ranks, checkpoint, batch, name):
+    """Loss and gradient norm of each objective: the same from rows of any size, from data-parallel ranks with half of
+    the batch, and from ranks that share rows."""
+    generator = torch.Generator().manual_seed(9)
+    corrections = [torch.rand(s.completion.numel(), generator=generator) * 2 for s, _, _ in batch]
+    (start,) = ranks.run(_start, checkpoint, batch)
+    loss, norm = _plain_loss(checkpoint, start, batch, corrections, name)
+    for layout, tokens_per_row in CUTS:
+        where = layout.sequence_parallel, tokens_per_row
+        for metrics in ranks.run(_variant, checkpoint, batch, corrections, name, where, **layout.job):
+            assert metrics["policy/loss"] == pytest.approx(loss, rel=1e-4, abs=1e-4), (layout, tokens_per_row)
+            assert metrics["optimizer/grad_norm"] == pytest.approx(norm, rel=2e-4), (layout, tokens_per_row)
+
+
 def test_first_update_has_ratio_one(ranks, checkpoint, batch):
     """With the trainer's own log-probabilities nothing is clipped before the first update, and without the
     coefficients no reference is scored."""
@@ -176,10 +302,12 @@ def test_zero_advantages_and_no_terms(checkpoint, prompts):
     """A batch that teaches nothing has no gradient and is no error."""
     policy = policies.policy(checkpoint)
     trainer = policies.trainer(policy.model, weight_decay=0.0)
-    samples = [grpo.Sample(s, torch.zeros(s.completion.numel()), 0.0) for s in tiny.make_sequences(prompts)]
-    options = grpo.StepOptions(objective.ObjectiveOptions(), 1, 1, "trainer", 256)
+    sequences = tiny.make_sequences(prompts, GROUP)
+    samples = [credits.Sample(s, torch.full((s.completion.numel(),), -4.8), (0.7, 0.1)) for s in sequences]
+    options = grpo.StepOptions(objective.ObjectiveOptions(), credits.CreditOptions(GROUP), 1, 1, "trainer", 256)
     step = grpo.PolicyStep(trainer, None, options, tiny.MERGE)
     before = policies.weights(policy)
-    metrics = step.update(samples, step.score(samples))
+    scored = step.score(samples)
+    metrics = step.update(samples, scored, step.credit(samples, scored))
     assert metrics["optimizer/grad_norm"] == 0
     assert all(torch.equal(weight, before[name]) for name, weight in policies.weights(policy).items())
