@@ -51,6 +51,8 @@ def verify(arguments: list[str]) -> list[Check]:
     if main:
         parallel = recipe.parallel.model_dump()
         sizes = {name: value for name, value in parallel.items() if value is True or (value or 1) > 1}
+        if recipe.rollout.parallel is not None:
+            sizes |= {f"rollout.{name}": value for name, value in recipe.rollout.parallel.model_dump().items()}
         about = {
             "recipe": options.recipe,
             "machine": str(kernels()),
