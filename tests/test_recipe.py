@@ -393,11 +393,6 @@ TINY = "model.tiny_processor"
         ),
         (
             MINIMAL,
-            ["rollout.parallel.context_parallel_size=2"],
-            "unknown key 'rollout.parallel.context_parallel_size' in override",
-        ),
-        (
-            MINIMAL,
             ["parallel.tensor_model_parallel_size=2", "training.tokens_per_row=4097"],
             "training.tokens_per_row = 4097, parallel.tensor_model_parallel_size = 2, "
             "parallel.context_parallel_size = 1: should be a multiple",

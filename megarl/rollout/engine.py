@@ -103,7 +103,7 @@ class RolloutEngine:
         self.model, self._options, self._device = model, options, device
         self.groups = model.pg_collection
         """`dp_cp` is one rank of each engine of the job."""
-        self.peers = peers or self.groups.cp
+        self.peers = self.groups.cp if peers is None else peers
         self.features = FeatureCache(
             model.encode,
             model.merge_size,

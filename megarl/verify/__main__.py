@@ -50,6 +50,8 @@ def verify(arguments: list[str]) -> list[Check]:
         checks, dtype = prove(recipe, options, say)
     if main:
         sizes = recipe.parallel.model_dump(exclude_defaults=True)
+        if recipe.rollout.parallel is not None:
+            sizes |= {f"rollout.{name}": value for name, value in recipe.rollout.parallel.model_dump().items()}
         about = {
             "recipe": options.recipe,
             "machine": str(kernels()),
