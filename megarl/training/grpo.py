@@ -1,6 +1,6 @@
 """One GRPO step on a batch of rollouts: frozen log-probabilities first, then the updates."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ class Scored:
 
     trainer: list[Tensor]
     reference: list[Tensor] | None
-    metrics: dict[str, float]
-    """Over all ranks."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What scoring alone can tell, over all ranks."""
 
 
 @dataclass(frozen=True)
