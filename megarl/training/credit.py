@@ -34,7 +34,7 @@ class Scored:
     trainer: list[Tensor]
     reference: list[Tensor] | None
     metrics: dict[str, float] = field(default_factory=dict)
-    """Over all ranks."""
+    """What scoring alone can tell, over all ranks."""
 
 
 @dataclass(frozen=True)
