@@ -164,7 +164,7 @@ class _Siblings:
 
 
 def _siblings() -> list[int]:
-    """Local ranks of the others that the same torchrun has started, so that process ids mean the same."""
+    """Local ranks of the others that the same torchrun has started: all of them see the same process ids."""
     if "GROUP_RANK" not in os.environ:
         return []
     return [n for n in range(int(os.environ["LOCAL_WORLD_SIZE"])) if n != int(os.environ["LOCAL_RANK"])]
