@@ -4,6 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from megarl.errors import UserError
+from megarl.models.hf_config import key_of
 from megarl.recipe import ParallelSection
 
 if TYPE_CHECKING:
@@ -12,25 +13,25 @@ if TYPE_CHECKING:
 
 def check_heads(config: "PreTrainedConfig", tensor_parallel: int) -> None:
     """Refuses attention heads that do not divide over the tensor-parallel ranks, as Megatron would."""
-    text, vision = config.text_config, config.vision_config
-    for key, heads in (
-        ("text_config.num_attention_heads", text.num_attention_heads),
-        ("vision_config.num_heads", vision.num_heads),
-    ):
+    text, vision = config.get_text_config(), getattr(config, "vision_config", None)
+    counts = {key_of(config, "num_attention_heads"): text.num_attention_heads}
+    if vision is not None:
+        counts["vision_config.num_heads"] = vision.num_heads
+    for key, heads in counts.items():
         if heads % tensor_parallel:
             raise UserError(f"parallel.tensor_model_parallel_size = {tensor_parallel}: should divide {key} = {heads}")
     groups = text.num_key_value_heads
     if groups % tensor_parallel and tensor_parallel % groups:
         raise UserError(
             f"parallel.tensor_model_parallel_size = {tensor_parallel}: should divide, or be a multiple of, "
-            f"text_config.num_key_value_heads = {groups}"
+            f"{key_of(config, 'num_key_value_heads')} = {groups}"
         )
 
 
 def check_context(config: "PreTrainedConfig", tensor_parallel: int, context_parallel: int) -> None:
     """Refuses attention heads that do not divide over the context-parallel ranks, which share those of a
     tensor-parallel rank; key-value heads are repeated until they do."""
-    text = config.text_config
+    text = config.get_text_config()
     heads = text.num_attention_heads // tensor_parallel
     groups = max(1, text.num_key_value_heads // tensor_parallel)
     if heads % context_parallel or heads % math.lcm(groups, context_parallel):
@@ -42,7 +43,7 @@ def check_context(config: "PreTrainedConfig", tensor_parallel: int, context_para
 
 def check_experts(config: "PreTrainedConfig", parallel: ParallelSection) -> None:
     """Refuses experts that do not divide over the ranks, or that are not there."""
-    text = config.text_config
+    text = config.get_text_config()
     experts = getattr(text, "num_experts", None)
     shared = {
         "expert_model_parallel_size": ("num_experts", experts),
@@ -53,7 +54,7 @@ def check_experts(config: "PreTrainedConfig", parallel: ParallelSection) -> None
         if not experts and ranks > 1:
             raise UserError(f"parallel.{name} = {ranks}: should be 1, since a {config.model_type} has no experts")
         if experts and value % ranks:
-            raise UserError(f"parallel.{name} = {ranks}: should divide text_config.{key} = {value}")
+            raise UserError(f"parallel.{name} = {ranks}: should divide {key_of(config, key)} = {value}")
     if experts and parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         raise UserError(
             "parallel.sequence_parallel = False: should be true where a mixture of experts has "

@@ -73,7 +73,8 @@ class Run:
     def cost(self) -> CostModel:
         """By which rows and ranks are balanced."""
         model = self.policy.model
-        return CostModel(StackCost.of(model.language_model.config), StackCost.of(model.vision_model.config))
+        tower = None if model.tower_config is None else StackCost.of(model.tower_config)
+        return CostModel(StackCost.of(model.language_model.config), tower)
 
     @property
     def merge_size(self) -> int:
@@ -170,10 +171,10 @@ def build_run(recipe: Recipe, folder: Path, ranks: Ranks) -> Run:
     """
     initial = prepare_checkpoint(recipe, folder)
     processor_folder = Path(recipe.model.processor) if recipe.model.processor else initial
-    processor = load_processor(processor_folder)
+    family = family_of(initial)
+    processor = load_processor(processor_folder, family)
     stop_ids = stop_tokens(processor.tokenizer, recipe.rollout.stop)
-    positions = family_of(initial).load("positions")
-    encoder = Encoder(processor, positions, recipe.data.max_prompt_tokens, media_options(recipe))
+    encoder = Encoder(processor, family.load("positions"), recipe.data.max_prompt_tokens, media_options(recipe))
     identity = processor_identity(processor_folder)
     train_prompts = _load_prompts(recipe, folder, "train", encoder, identity, ranks)
     if recipe.warmup:

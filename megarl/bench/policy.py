@@ -4,6 +4,7 @@ from pathlib import Path
 
 from megarl.bench.lines import Line, median_seconds, turns
 from megarl.media.item import EncodedPrompt, MediaItem
+from megarl.models.hf_config import family_of
 
 
 def measure(recipe, options) -> list[Line]:
@@ -49,7 +50,8 @@ def measure(recipe, options) -> list[Line]:
         )
         tokens = count * options.new_tokens
         lines.append(Line(f"decode, {count} request(s)", "tokens/s", tokens / ours, tokens / theirs))
-    lines.append(_encodes_line(engine, policy, options))
+    if policy.model.tower_config is not None:
+        lines.append(_encodes_line(engine, policy, options))
     lines.append(_train_line(trainer, policy, peer, recipe, options, device))
     lines.append(Line("weights change hands", "ms", 1e3 * median_seconds(engine.weights_changed, 20)))
     return lines
@@ -62,7 +64,7 @@ def _encodes_line(engine, policy, options) -> Line:
 
     from megarl.rollout.sampling import SamplingOptions
 
-    vision = policy.model.vision_transformer_config
+    vision = policy.bridge.hf_pretrained.config.vision_config
     side = 2 * vision.spatial_merge_size
     length = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     prompts = []
@@ -114,9 +116,8 @@ class _Peer:
 
     def __init__(self, folder: Path, dtype, device):
         import torch
-        from transformers import AutoModelForImageTextToText
 
-        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).to(device)
+        self.model = family_of(folder).hf_class.from_pretrained(folder, dtype=dtype).to(device)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
 
     def generate(self, ids, new_tokens: int, temperature: float):

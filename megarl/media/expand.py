@@ -48,7 +48,8 @@ def encode_prompt(
 
     Args:
         processor: a transformers processor: its chat template, tokenizer, media tokens, `replace_image_token`,
-            `replace_video_token` and the `merge_size` and `temporal_patch_size` of its parts are used.
+            `replace_video_token` and the `merge_size` and `temporal_patch_size` of its parts are used.  One that has
+            no `image_processor` takes text alone.
         positions: the family's rule.
         max_prompt_tokens: most tokens after expansion.
         load_item: gives the prepared item of a source; see `megarl.media.cache`.
@@ -62,7 +63,7 @@ def encode_prompt(
         UserError: the processor has no media tokens that can be used.
     """
     tokens = media_tokens(processor)
-    merge_size = processor.image_processor.merge_size
+    merge_size = processor.image_processor.merge_size if tokens else 1
     row = _Row(prompt.row, processor.tokenizer, merge_size)
     if prompt.expanded is not None:
         _check_length(prompt, len(prompt.expanded.ids), max_prompt_tokens)
@@ -83,6 +84,8 @@ def media_tokens(processor: Any) -> dict[Kind, int]:
         UserError: the tokenizer does not know the processor's media token as a special token, or images and
             videos are merged differently.
     """
+    if processor.image_processor is None:
+        return {}
     special = special_tokens(processor.tokenizer)
     kinds: list[Kind] = ["image"]
     if getattr(processor, "video_processor", None) is not None:

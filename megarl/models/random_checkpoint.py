@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForImageTextToText, PretrainedConfig
+from transformers import PretrainedConfig
 
 from megarl.data.folder import whole_folder
+from megarl.models.families import FAMILIES
 
 _RESIDUAL_OUTPUTS = (
     "self_attn.o_proj.weight",
@@ -33,10 +34,10 @@ def write_random_checkpoint(folder: Path, config: PretrainedConfig, processor, s
     """
     if folder.exists():
         return
-    text, vision = config.get_text_config(), config.vision_config
+    text, vision = config.get_text_config(), getattr(config, "vision_config", None)
     std = text.initializer_range if std is None else std
     with torch.device("meta"):
-        shapes = dict(AutoModelForImageTextToText.from_config(config).named_parameters())
+        shapes = dict(FAMILIES[config.model_type].hf_class._from_config(config).named_parameters())
     weights = {}
     for name, shape in shapes.items():
         if shape.ndim == 1:

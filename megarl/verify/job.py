@@ -97,15 +97,16 @@ class Job:
             prepare_data(recipe)
         dist.barrier()
         self.checkpoint = prepare_checkpoint(recipe, folder)
-        processor = load_processor(Path(recipe.model.processor) if recipe.model.processor else self.checkpoint)
+        family, longest = family_of(self.checkpoint), recipe.data.max_prompt_tokens
+        folder_of_processor = Path(recipe.model.processor) if recipe.model.processor else self.checkpoint
+        processor = load_processor(folder_of_processor, family)
         # Without top-p and top-k: what these cut off is missing in the engine's distribution only.
         self._sampling = SamplingOptions(
             min(new_tokens, recipe.rollout.max_new_tokens),
             stop_tokens(processor.tokenizer, recipe.rollout.stop),
             recipe.rollout.scoring_temperature,
         )
-        positions = family_of(self.checkpoint).load("positions")
-        with Encoder(processor, positions, recipe.data.max_prompt_tokens, media_options(recipe)) as encoder:
+        with Encoder(processor, family.load("positions"), longest, media_options(recipe)) as encoder:
             self._prompts: list[EncodedPrompt] = first_prompts(recipe.data, encoder, folder / "downloads", prompts)
         options = model_options(recipe)
         self.dtype = options.dtype

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.check import PROJECTOR
+from megarl.models.hf_config import family_of
 from megarl.verify.cases import Case, loss
 from megarl.verify.peers import CASES, Answers, Asked, answered
 
@@ -22,11 +23,10 @@ class Transformers:
     """The checkpoint, its weights rounded to the job's type, computing in `dtype`."""
 
     def __init__(self, asked: Asked, dtype: torch.dtype):
-        from transformers import AutoModelForImageTextToText
-
         self._asked, self._dtype = asked, dtype
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = AutoModelForImageTextToText.from_pretrained(asked.checkpoint, dtype=asked.dtype)
+        self._family = family_of(asked.checkpoint)
+        model = self._family.hf_class.from_pretrained(asked.checkpoint, dtype=asked.dtype)
         # Upwards only: `to` would round the rotary frequencies too, which are float32 in every model.
         self._model = (model if dtype is asked.dtype else model.to(dtype)).to(self._device).eval()
         # transformers gives the padding token's embedding no gradient, even where it was sampled.
@@ -69,6 +69,8 @@ class Transformers:
         prompt = case.prompt
         config, embeddings = self._model.config, self._model.get_input_embeddings()
         ids = torch.cat([prompt.ids, case.completion])[None].to(self._device)
+        if not self._family.media:
+            return self._model(input_ids=ids, use_cache=False).logits[0]
         kinds = torch.zeros_like(ids)
         kinds[0, : prompt.ids.numel()][prompt.media_mask.to(self._device)] = torch.tensor(
             [
