@@ -126,7 +126,7 @@ def layer_stacks(config: "PreTrainedConfig") -> tuple[LayerStack, LayerStack | N
         query=vision.hidden_size,
         key_value=vision.hidden_size,
         ffn=vision.intermediate_size,
-        gated=False,
+        gated=vision.hidden_act == "silu",
     )
     return language, tower
 

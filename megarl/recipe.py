@@ -144,7 +144,7 @@ class DataSection(Section):
     """Other folders in which the media of rows may lie."""
     allow_remote: bool = False
     """Fetch media that rows name by URL, once, into the run folder; else such rows are rejected."""
-    generator: Literal["color_codeword", "digits", "mixed", "motion_video", "scenes"] | None = None
+    generator: Literal["color_codeword", "digits", "largest_digit", "mixed", "motion_video", "scenes"] | None = None
     """Creates the folder when it does not exist."""
     generator_options: dict[str, PositiveInt] = {}
     """Sizes that the generator takes, such as `train: 4096`; see `megarl/data/generators`."""

@@ -27,7 +27,8 @@ from megarl.errors import MediaError, PromptError, UserError
 from megarl.media.encoder import Encoder, fingerprint
 from megarl.media.item import EncodedPrompt
 from megarl.models.build import Policy, load_policy
-from megarl.models.hf_config import family_of
+from megarl.models.families import FAMILIES
+from megarl.models.hf_config import hf_config
 from megarl.options import engine_options, environment_of, media_options, model_options
 from megarl.packing.cost import CostModel, StackCost
 from megarl.packing.rows import TokenSequence
@@ -171,10 +172,11 @@ def build_run(recipe: Recipe, folder: Path, ranks: Ranks) -> Run:
     """
     initial = prepare_checkpoint(recipe, folder)
     processor_folder = Path(recipe.model.processor) if recipe.model.processor else initial
-    family = family_of(initial)
+    config = hf_config(str(initial), None)
+    family = FAMILIES[config.model_type]
     processor = load_processor(processor_folder, family)
     stop_ids = stop_tokens(processor.tokenizer, recipe.rollout.stop)
-    encoder = Encoder(processor, family.load("positions"), recipe.data.max_prompt_tokens, media_options(recipe))
+    encoder = Encoder(processor, family.load("positions")(config), recipe.data.max_prompt_tokens, media_options(recipe))
     identity = processor_identity(processor_folder)
     train_prompts = _load_prompts(recipe, folder, "train", encoder, identity, ranks)
     if recipe.warmup:

@@ -11,6 +11,7 @@ from transformers import (
     AutoProcessor,
     AutoTokenizer,
     LlamaConfig,
+    Qwen2_5_VLConfig,
     Qwen3Config,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
@@ -21,7 +22,7 @@ from megarl.media.encoder import Encoder
 from megarl.media.item import EncodedPrompt
 from megarl.media.options import MediaOptions, VideoOptions
 from megarl.models.families import FAMILIES, Family
-from megarl.models.hf_config import family_of
+from megarl.models.hf_config import family_of, hf_config
 from megarl.models.text.processor import TextProcessor
 from megarl.models.tiny_processor import build_tiny_processor, build_tiny_tokenizer
 from megarl.packing.rows import TokenSequence
@@ -70,8 +71,40 @@ def family_config(processor, model_type: str, tied: bool = False):
         return _config(processor, tied)
     if model_type == "qwen3_vl_moe":
         return mixture_config(processor)
+    if model_type == "qwen2_5_vl":
+        return _windowed(processor, tied)
     config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[model_type](**_text(processor, tied))
     config.architectures = [FAMILIES[model_type].architecture]
+    return config
+
+
+def _windowed(processor, tied: bool) -> Qwen2_5_VLConfig:
+    """Windows of 2 x 2 media tokens, so that pictures have several; one layer of three sees the whole picture."""
+    text = _text(processor, tied)
+    del text["head_dim"], text["tie_word_embeddings"]
+    text["rope_parameters"]["mrope_section"] = [4, 2, 2]
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=dict(
+            depth=3,
+            hidden_size=32,
+            intermediate_size=64,
+            num_heads=2,
+            patch_size=4,
+            spatial_merge_size=MERGE,
+            temporal_patch_size=2,
+            out_hidden_size=64,
+            window_size=16,
+            fullatt_block_indexes=[1],
+            tokens_per_second=3,
+        ),
+        image_token_id=processor.image_token_id,
+        video_token_id=processor.video_token_id,
+        vision_start_token_id=processor.tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+        vision_end_token_id=processor.tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+        tie_word_embeddings=tied,
+    )
+    config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
     return config
 
 
@@ -184,10 +217,11 @@ def make_prompts(folder: Path, processor_folder: Path) -> dict[str, EncodedPromp
 
     Of a family that reads text alone, those without media.
     """
-    family = family_of(processor_folder)
+    config = hf_config(str(processor_folder), None)
+    family = FAMILIES[config.model_type]
     options = MediaOptions(video=VideoOptions(num_frames=5))
     processor = load_processor(processor_folder, family)
-    encoder = Encoder(processor, family.load("positions"), max_prompt_tokens=LONGEST, options=options)
+    encoder = Encoder(processor, family.load("positions")(config), max_prompt_tokens=LONGEST, options=options)
     a = write_picture(folder / "a.png", 1, 24, 16)
     b = write_picture(folder / "b.png", 2, 24, 16)
     c = write_picture(folder / "c.png", 3, 8, 32)
@@ -279,10 +313,18 @@ class Reference:
                 attention_mask=torch.ones_like(ids),
                 mm_token_type_ids=kinds,
                 use_cache=False,
-                **media(prompt),
+                **self._media(prompt),
             ).logits[0]
         finally:
             hook.remove()
+
+    def _media(self, prompt: EncodedPrompt) -> dict:
+        """The times between frames too, where the model asks for them."""
+        arguments = media(prompt)
+        if self._family.model_type == "qwen2_5_vl" and "video_grid_thw" in arguments:
+            videos = [item for item in prompt.items if item.kind == "video"]
+            arguments["second_per_grid_ts"] = [item.seconds_per_patch(2) for item in videos]
+        return arguments
 
     @torch.no_grad()
     def greedy(self, prompt: EncodedPrompt, tokens: int) -> Tensor:
@@ -293,7 +335,7 @@ class Reference:
             attention_mask=torch.ones_like(ids),
             do_sample=False,
             max_new_tokens=tokens,
-            **({"mm_token_type_ids": media_kinds(prompt), **media(prompt)} if self._family.media else {}),
+            **({"mm_token_type_ids": media_kinds(prompt), **self._media(prompt)} if self._family.media else {}),
         )
         return out[0, ids.shape[1] :]
 

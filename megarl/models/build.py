@@ -68,6 +68,9 @@ def load_policy(folder: Path, options: ModelOptions) -> Policy:
 def _megatron_config(bridge: AutoBridge, options: ModelOptions):
     """Bridge's provider, which is Megatron's TransformerConfig too, for this machine and layout."""
     config = bridge.to_megatron_provider(load_weights=False)
+    rope = bridge.hf_pretrained.config.get_text_config().rope_parameters
+    if "mrope_section" in rope:  # Bridge's Qwen2.5-VL keeps its own default
+        config.mrope_section = rope["mrope_section"]
     half = options.dtype is torch.bfloat16
     settings = dict(
         tensor_model_parallel_size=options.tensor_model_parallel_size,

@@ -17,9 +17,11 @@ class Family:
     model: str
     """The model's class; constructed with Bridge's finalised provider."""
     positions: str
-    """Rotary positions of a prompt, a `megarl.media.expand.PositionRule`."""
+    """Rotary positions of a prompt: a function of the config that gives a `megarl.media.expand.PositionRule`."""
     processor: str | None = None
     """The class in transformers that prepares its pictures and videos; None where it reads text alone."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of parameter names in transformers' model, and what a checkpoint has in their place."""
     rope_types: tuple[str, ...] = ("default",)
     """Of a config's `rope_parameters`, those that Bridge carries over."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -35,6 +37,13 @@ class Family:
         """The class in transformers."""
         return getattr(import_module("transformers"), self.architecture)
 
+    def name_in_checkpoint(self, parameter: str) -> str:
+        """Of a parameter of transformers' model."""
+        for here, there in self.renamed.items():
+            if parameter.startswith(here):
+                return there + parameter.removeprefix(here)
+        return parameter
+
     def load(self, part: str) -> Any:
         """The object that the field `part` names."""
         module, name = getattr(self, part).split(":")
@@ -48,28 +57,37 @@ FAMILIES = {
             model_type="qwen3_vl",
             architecture="Qwen3VLForConditionalGeneration",
             model="megarl.models.qwen3_vl.model:Qwen3VL",
-            positions="megarl.models.qwen3_vl.positions:mrope_positions",
+            positions="megarl.models.qwen3_vl.positions:position_rule",
             processor="Qwen3VLProcessor",
         ),
         Family(
             model_type="qwen3_vl_moe",
             architecture="Qwen3VLMoeForConditionalGeneration",
             model="megarl.models.qwen3_vl.model:Qwen3VL",
-            positions="megarl.models.qwen3_vl.positions:mrope_positions",
+            positions="megarl.models.qwen3_vl.positions:position_rule",
             processor="Qwen3VLProcessor",
+        ),
+        Family(
+            model_type="qwen2_5_vl",
+            architecture="Qwen2_5_VLForConditionalGeneration",
+            model="megarl.models.qwen25_vl.model:Qwen25VL",
+            positions="megarl.models.qwen25_vl.positions:position_rule",
+            processor="Qwen2_5_VLProcessor",
+            renamed={"model.visual.": "visual.", "model.language_model.": "model."},
+            fixed={"hidden_act": "silu", "use_sliding_window": False},
         ),
         Family(
             model_type="qwen3",
             architecture="Qwen3ForCausalLM",
             model="megarl.models.text.model:TextModel",
-            positions="megarl.models.text.positions:counted",
+            positions="megarl.models.text.positions:position_rule",
             fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
         ),
         Family(
             model_type="llama",
             architecture="LlamaForCausalLM",
             model="megarl.models.text.model:TextModel",
-            positions="megarl.models.text.positions:counted",
+            positions="megarl.models.text.positions:position_rule",
             rope_types=("default", "linear", "llama3"),
             fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
         ),

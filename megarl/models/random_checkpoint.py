@@ -39,14 +39,16 @@ def write_random_checkpoint(folder: Path, config: PretrainedConfig, processor, s
     with torch.device("meta"):
         shapes = dict(FAMILIES[config.model_type].hf_class._from_config(config).named_parameters())
     weights = {}
-    for name, shape in shapes.items():
+    family = FAMILIES[config.model_type]
+    for parameter, shape in shapes.items():
+        name = family.name_in_checkpoint(parameter)
         if shape.ndim == 1:
             fill = torch.zeros if name.endswith("bias") else torch.ones
             weights[name] = fill(shape.shape)
             continue
         scale = std
         if scale_output and name.endswith(_RESIDUAL_OUTPUTS):
-            scale /= math.sqrt(2 * (vision.depth if ".visual." in name else text.num_hidden_layers))
+            scale /= math.sqrt(2 * (vision.depth if "visual." in name else text.num_hidden_layers))
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         weights[name] = torch.randn(shape.shape, generator=generator) * scale

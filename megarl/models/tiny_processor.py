@@ -5,12 +5,15 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessor
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from megarl.errors import UserError
 
 _CLASSES = {
+    "Qwen2_5_VLProcessor": (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor),
     "Qwen3VLProcessor": (Qwen3VLProcessor, Qwen3VLVideoProcessor),
 }
 """The processor's class, and that of its part for videos."""

@@ -4,6 +4,7 @@ A process of its own, in which nothing of torch is patched.  It gives
 `Answers` in float32, and in bfloat16 where the job computes in it.
 """
 
+import inspect
 import sys
 from pathlib import Path
 
@@ -50,10 +51,10 @@ class Transformers:
             (summed / tokens).backward()
             scored.append(log_probs.detach().cpu())
             total += float(summed)
-        gradients = {
-            name: (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).float().cpu()
-            for name, parameter in self._model.named_parameters()
-        }
+        gradients = {}
+        for name, parameter in self._model.named_parameters():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients[self._family.name_in_checkpoint(name)] = gradient.float().cpu()
         return Answers(scored, gradients, total / tokens)
 
     def _log_probs(self, case: Case) -> tuple[Tensor, Tensor]:
@@ -109,6 +110,10 @@ class Transformers:
             if items:
                 arguments[pixels] = torch.cat([item.pixels for item in items]).to(self._device, self._dtype)
                 arguments[grids] = torch.tensor([item.grid for item in items], device=self._device)
+        if "second_per_grid_ts" in inspect.signature(self._model.forward).parameters:
+            patch = self._model.config.vision_config.temporal_patch_size
+            videos = [item for item in case.prompt.items if item.kind == "video"]
+            arguments["second_per_grid_ts"] = [item.seconds_per_patch(patch) for item in videos]
         return arguments
 
 

@@ -100,6 +100,7 @@ def _torch_norm_names() -> None:
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
     from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
     from megatron.bridge.models.qwen_vl.qwen3_vl_bridge import Qwen3VLBridge, Qwen3VLMoEBridge
+    from megatron.bridge.models.qwen_vl.qwen25_vl_bridge import Qwen25VLBridge
 
     fused = {
         "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -122,7 +123,7 @@ def _torch_norm_names() -> None:
 
         cls.mapping_registry = mapping_registry
 
-    for cls in (Qwen3Bridge, Qwen3VLBridge, Qwen3VLMoEBridge):
+    for cls in (Qwen25VLBridge, Qwen3Bridge, Qwen3VLBridge, Qwen3VLMoEBridge):
         mend(cls)
 
 
