@@ -184,6 +184,20 @@ def _saved_again(folder, out):
 
 
 @every_family
+def test_frequencies_stay_float32(ranks, family, folder):
+    """In a bfloat16 model too, as in transformers: rounded, they turn far tokens by another angle."""
+    for rounded, exact in ranks.run(_frequencies, folder)[0]:
+        assert rounded.dtype is torch.float32 and torch.equal(rounded, exact)
+
+
+def _frequencies(folder):
+    models = [build.load_policy(folder, build.ModelOptions(dtype)).model for dtype in (torch.bfloat16, torch.float32)]
+    rounded, exact = ([m.inv_freq for m in model.modules() if hasattr(m, "inv_freq")] for model in models)
+    assert rounded and next(models[0].parameters()).dtype is torch.bfloat16
+    return list(zip(rounded, exact, strict=True))
+
+
+@every_family
 def test_frozen_language(ranks, family, folder, sequences):
     """What is frozen gets no gradient and does not move; what is not, of a family that has more, does."""
     (moved,) = ranks.run(_frozen_language, folder, sequences[:8])
