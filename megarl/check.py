@@ -13,6 +13,7 @@ from megarl.data.files import SPLITS, find_split
 from megarl.data.generators.registry import check_options
 from megarl.errors import UserError
 from megarl.layout import check_context, check_experts, check_heads, check_ring, check_router_replay
+from megarl.models.families import FAMILIES
 from megarl.models.hf_config import hf_config
 from megarl.recipe import DataSection, ModelSection, ParallelSection, Part, Recipe, check_world, load_recipe
 
@@ -91,10 +92,9 @@ class Memory:
 def count_parameters(config: "PreTrainedConfig") -> ParameterCount:
     """Counts on the meta device, where weights take no memory; the output layer counts as language."""
     import torch
-    from transformers import AutoModelForImageTextToText
 
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config)
+        model = FAMILIES[config.model_type].hf_class._from_config(config)
     language = {*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()}
     counts = {"vision": 0, "projector": 0, "language": 0}
     for name, parameter in model.named_parameters():
@@ -105,25 +105,32 @@ def count_parameters(config: "PreTrainedConfig") -> ParameterCount:
     return ParameterCount(**counts)
 
 
-def layer_stacks(config: "PreTrainedConfig") -> tuple[LayerStack, LayerStack]:
-    """Language model and vision tower."""
-    text, vision = config.text_config, config.vision_config
+def head_size(text: "PreTrainedConfig") -> int:
+    """Width of an attention head of the language model."""
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def layer_stacks(config: "PreTrainedConfig") -> tuple[LayerStack, LayerStack | None]:
+    """Language model, and vision tower where there is one."""
+    text, vision = config.get_text_config(), getattr(config, "vision_config", None)
     visited = getattr(text, "num_experts_per_tok", None)
     language = LayerStack(
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        query=text.num_attention_heads * text.head_dim,
-        key_value=text.num_key_value_heads * text.head_dim,
+        query=text.num_attention_heads * head_size(text),
+        key_value=text.num_key_value_heads * head_size(text),
         ffn=visited * text.moe_intermediate_size if visited else text.intermediate_size,
         gated=True,
     )
+    if vision is None:
+        return language, None
     tower = LayerStack(
         layers=vision.depth,
         hidden=vision.hidden_size,
         query=vision.hidden_size,
         key_value=vision.hidden_size,
         ffn=vision.intermediate_size,
-        gated=False,
+        gated=vision.hidden_act == "silu",
     )
     return language, tower
 
@@ -147,9 +154,9 @@ def layer_activations(
 
 def kv_cache_blocks(recipe: Recipe, config: "PreTrainedConfig", dtype: str) -> int:
     """Blocks of the KV cache that requests can use on one rank; the engine keeps one more for padding."""
-    text, tensor_parallel = config.text_config, recipe.engine_parallel.tensor_model_parallel_size
+    text, tensor_parallel = config.get_text_config(), recipe.engine_parallel.tensor_model_parallel_size
     heads = max(1, text.num_key_value_heads // tensor_parallel)
-    token = 2 * text.num_hidden_layers * heads * text.head_dim * ITEM_BYTES[dtype]
+    token = 2 * text.num_hidden_layers * heads * head_size(text) * ITEM_BYTES[dtype]
     return int(recipe.rollout.kv_cache_gb * GIB) // (token * recipe.rollout.block_size_tokens) - 1
 
 
@@ -157,7 +164,7 @@ def routing_cache(recipe: Recipe, config: "PreTrainedConfig", dtype: str) -> int
     """Bytes on one rank for the experts of the tokens in the KV cache, where they are replayed."""
     if not recipe.algorithm.router_replay:
         return 0
-    text = config.text_config
+    text = config.get_text_config()
     tokens = (kv_cache_blocks(recipe, config, dtype) + 1) * recipe.rollout.block_size_tokens
     return tokens * text.num_hidden_layers * text.num_experts_per_tok * (1 if text.num_experts <= 256 else 2)
 
@@ -188,7 +195,7 @@ def estimate_memory(
     trained += trained_expert_shard
 
     language, vision = layer_stacks(config)
-    vocabulary = config.text_config.vocab_size // tensor_parallel
+    vocabulary = config.get_text_config().vocab_size // tensor_parallel
     row = training.tokens_per_row
     layer = layer_activations(language, row, item, tensor_parallel, sequence_parallel)
     if training.recompute == "full":
@@ -197,7 +204,7 @@ def estimate_memory(
     else:
         activations = language.layers * layer
     activations += 2 * 4 * training.log_prob_chunk * vocabulary  # float32 logits and their gradient
-    if "vision" not in recipe.model.freeze:
+    if vision is not None and "vision" not in recipe.model.freeze:
         patches = row * config.vision_config.spatial_merge_size**2
         activations += vision.layers * layer_activations(vision, patches, item, tensor_parallel, False)
     if recipe.algorithm.perception.coefficient > 0:
@@ -212,7 +219,7 @@ def estimate_memory(
         kv_cache=int(rollout.kv_cache_gb * GIB) + routing_cache(recipe, config, dtype),
         activations_rollout=4
         * rollout.max_requests
-        * (config.text_config.vocab_size // engine.tensor_model_parallel_size)
+        * (config.get_text_config().vocab_size // engine.tensor_model_parallel_size)
         + layer_activations(
             language,
             rollout.max_tokens_per_step,
@@ -279,6 +286,22 @@ def check_folders(model: ModelSection, data: DataSection) -> None:
         find_split(folder, split)
 
 
+def check_parts(model: ModelSection, config: "PreTrainedConfig") -> None:
+    """Refuses what is said of a vision tower that the model does not have, and what is not said of one that it has."""
+    tiny, media = model.tiny_processor, FAMILIES[config.model_type].media
+    frozen = [part for part in model.freeze if part != "language"]
+    if frozen and not media:
+        raise UserError(f"model.freeze has {frozen[0]!r}: a {config.model_type} has no such part, only 'language'")
+    vocabulary = config.get_text_config().vocab_size
+    if tiny is not None and tiny.vocab_size != vocabulary:
+        raise UserError(
+            f"model.tiny_processor.vocab_size = {tiny.vocab_size}: should be {vocabulary}, that of model.config"
+        )
+    if tiny is not None and (tiny.patch_size is not None) != media:
+        reads = "needs it for its pictures" if media else "reads text alone, so leave it out"
+        raise UserError(f"model.tiny_processor.patch_size = {tiny.patch_size}: a {config.model_type} {reads}")
+
+
 def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":
     """Everything that can be said against a recipe before Megatron is imported; returns the model's config.
 
@@ -292,6 +315,7 @@ def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":
     config = hf_config(recipe.model.path, recipe.model.config)
     if recipe.algorithm.reference is not None:
         check_reference(recipe.algorithm.reference, config)
+    check_parts(recipe.model, config)
     check_heads(config, recipe.parallel.tensor_model_parallel_size)
     check_context(config, recipe.parallel.tensor_model_parallel_size, recipe.parallel.context_parallel_size)
     check_ring(config, recipe.parallel.cp_comm_type)
@@ -365,10 +389,10 @@ def _engines(recipe: Recipe, world_size: int) -> list[str]:
 
 
 def _experts(config: "PreTrainedConfig", parallel: ParallelSection) -> list[str]:
-    experts = getattr(config.text_config, "num_experts", None)
+    experts = getattr(config.get_text_config(), "num_experts", None)
     if not experts:
         return []
-    visited, here = config.text_config.num_experts_per_tok, experts // parallel.expert_model_parallel_size
+    visited, here = config.get_text_config().num_experts_per_tok, experts // parallel.expert_model_parallel_size
     return [f"experts      {experts:,} in a layer, {visited} of them for a token, {here:,} on a rank"]
 
 

@@ -4,6 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from megarl.errors import UserError
+from megarl.models.hf_config import key_of
 from megarl.recipe import ParallelSection
 
 if TYPE_CHECKING:
@@ -13,23 +14,24 @@ if TYPE_CHECKING:
 def check_heads(config: "PreTrainedConfig", tensor_parallel: int, section: str = "parallel") -> None:
     """Refuses attention heads that do not divide over the tensor-parallel ranks, as Megatron would.  `section` of the
     recipe asks for them."""
-    text, vision = config.text_config, config.vision_config
+    text, vision = config.get_text_config(), getattr(config, "vision_config", None)
     asked = f"{section}.tensor_model_parallel_size = {tensor_parallel}"
-    for key, heads in (
-        ("text_config.num_attention_heads", text.num_attention_heads),
-        ("vision_config.num_heads", vision.num_heads),
-    ):
+    counts = {key_of(config, "num_attention_heads"): text.num_attention_heads}
+    if vision is not None:
+        counts["vision_config.num_heads"] = vision.num_heads
+    for key, heads in counts.items():
         if heads % tensor_parallel:
             raise UserError(f"{asked}: should divide {key} = {heads}")
     groups = text.num_key_value_heads
     if groups % tensor_parallel and tensor_parallel % groups:
-        raise UserError(f"{asked}: should divide, or be a multiple of, text_config.num_key_value_heads = {groups}")
+        key = key_of(config, "num_key_value_heads")
+        raise UserError(f"{asked}: should divide, or be a multiple of, {key} = {groups}")
 
 
 def check_context(config: "PreTrainedConfig", tensor_parallel: int, context_parallel: int) -> None:
     """Refuses attention heads that do not divide over the context-parallel ranks, which share those of a
     tensor-parallel rank; key-value heads are repeated until they do."""
-    text = config.text_config
+    text = config.get_text_config()
     heads = text.num_attention_heads // tensor_parallel
     groups = max(1, text.num_key_value_heads // tensor_parallel)
     if heads % context_parallel or heads % math.lcm(groups, context_parallel):
@@ -40,24 +42,24 @@ def check_context(config: "PreTrainedConfig", tensor_parallel: int, context_para
 
 
 def check_ring(config: "PreTrainedConfig", cp_comm_type: str) -> None:
-    """Refuses rings for models that put media features into a row before it is cut."""
+    """Refuses rings: a row is cut into contiguous parts, after its media was put in."""
     if cp_comm_type != "a2a":
         raise UserError(
             f"parallel.cp_comm_type = {cp_comm_type!r}: should be 'a2a' (Ulysses) for a {config.model_type}: a ring "
-            "cuts each sequence into zigzag parts, a vision-language row is cut after its media was put in"
+            "wants each sequence cut into zigzag parts, and rows are cut as wholes, after their media was put in"
         )
 
 
 def check_router_replay(config: "PreTrainedConfig", router_replay: bool) -> None:
     """Refuses to replay the choices of routers that are not there."""
-    if router_replay and not getattr(config.text_config, "num_experts", None):
+    if router_replay and not getattr(config.get_text_config(), "num_experts", None):
         raise UserError(f"algorithm.router_replay = True: should be false, since a {config.model_type} has no experts")
 
 
 def check_experts(config: "PreTrainedConfig", parallel: ParallelSection, section: str = "parallel") -> None:
     """Refuses experts that do not divide over the ranks, or that are not there.  `section` of the recipe is
     `parallel`."""
-    text = config.text_config
+    text = config.get_text_config()
     experts = getattr(text, "num_experts", None)
     shared = {
         "expert_model_parallel_size": ("num_experts", experts),
@@ -68,7 +70,7 @@ def check_experts(config: "PreTrainedConfig", parallel: ParallelSection, section
         if not experts and ranks > 1:
             raise UserError(f"{section}.{name} = {ranks}: should be 1, since a {config.model_type} has no experts")
         if experts and value % ranks:
-            raise UserError(f"{section}.{name} = {ranks}: should divide text_config.{key} = {value}")
+            raise UserError(f"{section}.{name} = {ranks}: should divide {key_of(config, key)} = {value}")
     if experts and parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         raise UserError(
             f"{section}.sequence_parallel = False: should be true where a mixture of experts has "

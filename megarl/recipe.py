@@ -44,21 +44,21 @@ class Section(BaseModel):
 
 
 class TinyProcessor(Section):
-    """A tokenizer of single characters and a Qwen3-VL image processor, built offline."""
+    """A tokenizer of single characters and, for a model that reads pictures, their processor, built offline."""
 
     alphabet: Annotated[str, Field(min_length=1)] = "".join(map(chr, range(0x20, 0x7F)))
     """Characters that are tokens, beside the special tokens; default: printable ASCII."""
     vocab_size: PositiveInt = 128
     """Rows of the vocabulary; those that no token needs stay unused."""
-    patch_size: PositiveInt
-    """Side of a patch in pixels."""
+    patch_size: PositiveInt | None = None
+    """Side of a patch in pixels; null, as the two sizes below: for a model that reads text alone."""
     merge_size: PositiveInt = 2
     """Side of the square of patches that becomes one media token."""
     temporal_patch_size: PositiveInt = 2
     """Frames in a patch; a picture is repeated to fill them."""
-    min_pixels: PositiveInt
+    min_pixels: PositiveInt | None = None
     """Pixels (height x width) below which a picture is enlarged."""
-    max_pixels: PositiveInt
+    max_pixels: PositiveInt | None = None
     """Pixels (height x width) above which a picture is shrunk."""
 
 
@@ -148,7 +148,7 @@ class DataSection(Section):
     """Other folders in which the media of rows may lie."""
     allow_remote: bool = False
     """Fetch media that rows name by URL, once, into the run folder; else such rows are rejected."""
-    generator: Literal["color_codeword", "digits", "mixed", "motion_video", "scenes"] | None = None
+    generator: Literal["color_codeword", "digits", "largest_digit", "mixed", "motion_video", "scenes"] | None = None
     """Creates the folder when it does not exist."""
     generator_options: dict[str, PositiveInt] = {}
     """Sizes that the generator takes, such as `train: 4096`; see `megarl/data/generators`."""
@@ -483,13 +483,20 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
             f"model.tiny_processor.vocab_size {tokenizer}",
             "the vocabulary must hold the characters and the special tokens",
         )
+        given = [size is not None for size in (tiny.patch_size, tiny.min_pixels, tiny.max_pixels)]
         yield (
-            tiny.min_pixels > tiny.max_pixels,
-            f"model.tiny_processor.min_pixels {pixels}",
-            "min exceeds max",
+            any(given) and not all(given),
+            f"model.tiny_processor.patch_size model.tiny_processor.min_pixels {pixels}",
+            "belong together: set all, or none for a model that reads text alone",
         )
-        token = (tiny.patch_size * tiny.merge_size) ** 2
-        yield tiny.max_pixels < token, pixels, f"should be at least {token}, the pixels of one media token"
+        if all(given):
+            yield (
+                tiny.min_pixels > tiny.max_pixels,
+                f"model.tiny_processor.min_pixels {pixels}",
+                "min exceeds max",
+            )
+            token = (tiny.patch_size * tiny.merge_size) ** 2
+            yield tiny.max_pixels < token, pixels, f"should be at least {token}, the pixels of one media token"
         for ours, section, theirs in (
             ("vocab_size", "text_config", "vocab_size"),
             ("patch_size", "vision_config", "patch_size"),

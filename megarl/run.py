@@ -27,7 +27,8 @@ from megarl.errors import MediaError, PromptError, UserError
 from megarl.media.encoder import Encoder, fingerprint
 from megarl.media.item import EncodedPrompt
 from megarl.models.build import Policy, empty_copy, load_policy
-from megarl.models.hf_config import family_of
+from megarl.models.families import FAMILIES
+from megarl.models.hf_config import hf_config
 from megarl.options import (
     engine_model_options,
     engine_options,
@@ -96,7 +97,8 @@ class Run:
     def cost(self) -> CostModel:
         """By which rows and ranks are balanced."""
         model = self.policy.model
-        return CostModel(StackCost.of(model.language_model.config), StackCost.of(model.vision_model.config))
+        tower = None if model.tower_config is None else StackCost.of(model.tower_config)
+        return CostModel(StackCost.of(model.language_model.config), tower)
 
     @property
     def merge_size(self) -> int:
@@ -210,10 +212,11 @@ def build_run(recipe: Recipe, folder: Path, ranks: Ranks) -> Run:
     """
     initial = prepare_checkpoint(recipe, folder)
     processor_folder = Path(recipe.model.processor) if recipe.model.processor else initial
-    processor = load_processor(processor_folder)
+    config = hf_config(str(initial), None)
+    family = FAMILIES[config.model_type]
+    processor = load_processor(processor_folder, family)
     stop_ids = stop_tokens(processor.tokenizer, recipe.rollout.stop)
-    positions = family_of(initial).load("positions")
-    encoder = Encoder(processor, positions, recipe.data.max_prompt_tokens, media_options(recipe))
+    encoder = Encoder(processor, family.load("positions")(config), recipe.data.max_prompt_tokens, media_options(recipe))
     identity = processor_identity(processor_folder)
     train_prompts = _load_prompts(recipe, folder, "train", encoder, identity, ranks)
     if recipe.warmup:

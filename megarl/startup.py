@@ -9,10 +9,12 @@ import torch.distributed as dist
 
 from megarl.data.generators.registry import generate
 from megarl.errors import UserError, one_line
+from megarl.models.families import FAMILIES, Family
 from megarl.models.hf_config import hf_config
 from megarl.models.random_checkpoint import write_random_checkpoint
-from megarl.models.tiny_processor import build_tiny_processor
-from megarl.recipe import Recipe, load_recipe, save_recipe
+from megarl.models.text.processor import TextProcessor
+from megarl.models.tiny_processor import build_tiny_processor, build_tiny_tokenizer
+from megarl.recipe import Recipe, TinyProcessor, load_recipe, save_recipe
 
 _RECIPE = "recipe.yaml"
 
@@ -72,29 +74,40 @@ def prepare_checkpoint(recipe: Recipe, folder: Path) -> Path:
     initial = folder / "initial"
     if dist.get_rank() == 0 and not initial.exists():
         processor = folder / "processor" if model.processor is None else Path(model.processor)
-        if model.tiny_processor is not None:
-            build_tiny_processor(processor, **model.tiny_processor.model_dump())
-        loaded = load_processor(processor)
         config = hf_config(None, model.config)
-        config.image_token_id, config.video_token_id = loaded.image_token_id, loaded.video_token_id
-        config.vision_start_token_id = loaded.vision_start_token_id
-        config.vision_end_token_id = loaded.vision_end_token_id
+        family = FAMILIES[config.model_type]
+        if model.tiny_processor is not None:
+            _build_tiny(model.tiny_processor, processor, family)
+        loaded = load_processor(processor, family)
+        if family.media:
+            config.image_token_id, config.video_token_id = loaded.image_token_id, loaded.video_token_id
+            for name in ("vision_start", "vision_end"):
+                setattr(config, f"{name}_token_id", loaded.tokenizer.convert_tokens_to_ids(f"<|{name}|>"))
         for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
-            setattr(config.text_config, name, getattr(loaded.tokenizer, name))
+            setattr(config.get_text_config(), name, getattr(loaded.tokenizer, name))
         write_random_checkpoint(initial, config, loaded, model.init_std, model.scale_output_projections, recipe.seed)
     dist.barrier()
     return initial
 
 
-def load_processor(folder: Path) -> Any:
-    """A transformers processor from its folder.
+def _build_tiny(tiny: TinyProcessor, folder: Path, family: Family) -> None:
+    if family.media:
+        build_tiny_processor(folder, **tiny.model_dump(), processor=family.processor)
+    else:
+        build_tiny_tokenizer(folder, tiny.alphabet, tiny.vocab_size)
+
+
+def load_processor(folder: Path, family: Family) -> Any:
+    """A transformers processor from its folder, or a `TextProcessor` for a family that reads text alone.
 
     Raises:
         UserError: there is none.
     """
-    from transformers import AutoProcessor
+    from transformers import AutoProcessor, AutoTokenizer
 
     try:
+        if not family.media:
+            return TextProcessor(AutoTokenizer.from_pretrained(folder))
         return AutoProcessor.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"model.processor: cannot load '{folder}': {one_line(error)}") from None

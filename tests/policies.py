@@ -95,8 +95,7 @@ def one_update(built: Trainer, sequences: list[TokenSequence]) -> None:
 
 def weights(built: Policy) -> dict[str, torch.Tensor]:
     """All weights under their Hugging Face names.  Collective."""
-    exported = built.bridge.export_hf_weights([built.model], cpu=True, show_progress=False)
-    return {name: tensor.clone() for name, tensor in exported}
+    return {name: tensor.clone() for name, tensor in built.hf_weights()}
 
 
 def gradients(built: Policy, of: Trainer, packed: list[PackedRow], loss) -> dict[str, torch.Tensor]:

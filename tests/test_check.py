@@ -150,6 +150,15 @@ def test_module_runs_as_a_command():
             "model.config has model_type 'llava': should be one of qwen3_vl",
         ),
         (
+            ["model.tiny_processor.patch_size=null", "model.tiny_processor.min_pixels=null"]
+            + ["model.tiny_processor.max_pixels=null"],
+            "model.tiny_processor.patch_size = None: a qwen3_vl needs it for its pictures",
+        ),
+        (
+            ["model.tiny_processor.vocab_size=130", "model.config.text_config={model_type: qwen3_vl_text}"],
+            "model.tiny_processor.vocab_size = 130, model.config.text_config.vocab_size = 128: should be equal",
+        ),
+        (
             ["parallel.tensor_model_parallel_size=8", "--world-size", "8"],
             "parallel.tensor_model_parallel_size = 8: should divide text_config.num_attention_heads = 4",
         ),
@@ -179,6 +188,44 @@ def test_refusal(capsys, arguments, message):
     assert out == ""
     assert error.startswith(f"megarl: error: {message}")
     assert error.count("\n") == 1 and error.endswith("\n")
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (
+            ["model.freeze=[vision]"],
+            "model.freeze has 'vision': a qwen3 has no such part, only 'language'",
+        ),
+        (
+            ["model.tiny_processor={patch_size: 4, min_pixels: 64, max_pixels: 64}"],
+            "model.tiny_processor.patch_size = 4: a qwen3 reads text alone, so leave it out",
+        ),
+        (
+            ["model.tiny_processor.vocab_size=130"],
+            "model.tiny_processor.vocab_size = 130: should be 128, that of model.config",
+        ),
+        (
+            ["model.config.attention_bias=true"],
+            "model.config has attention_bias = True: should be False in a qwen3",
+        ),
+        (
+            ["parallel.tensor_model_parallel_size=8"],
+            "parallel.tensor_model_parallel_size = 8: should divide num_attention_heads = 4",
+        ),
+    ],
+)
+def test_refusal_of_a_model_without_a_tower(capsys, overrides, message):
+    assert main([str(Path(DIGITS).with_name("largest_digit.yaml")), *overrides, "--world-size", "8"]) == 2
+    out, error = capsys.readouterr()
+    assert (out, error) == ("", f"megarl: error: {message}\n")
+
+
+def test_report_of_a_model_without_a_tower(capsys):
+    """139,648 parameters: two embeddings of 128 x 64; in each of 2 layers 4 + 2 + 2 heads of 16 and back (64 x 192),
+    3 x 64 x 256 in the MLP and norms of 2 x 64 + 2 x 16; a final norm of 64."""
+    assert main([str(Path(DIGITS).with_name("largest_digit.yaml"))]) == 0
+    assert "parameters   139,648: vision 0, projector 0, language 139,648\n" in capsys.readouterr().out
 
 
 def test_world_size_defaults_to_the_environment(monkeypatch, capsys):

@@ -325,6 +325,11 @@ TINY = "model.tiny_processor"
             "model.processor = None, model.tiny_processor = None: set exactly one beside model.config",
         ),
         (INLINE, [f"{TINY}.alphabet=aba"], f"{TINY}.alphabet = 'aba': a character may occur only once"),
+        (
+            INLINE,
+            [f"{TINY}.patch_size=null"],
+            f"{TINY}.patch_size = None, {TINY}.min_pixels = 256, {TINY}.max_pixels = 256: belong together",
+        ),
         (INLINE, [f"{TINY}.vocab_size=95"], f"{TINY}.vocab_size = 95, {TINY}.alphabet = "),
         (
             INLINE,

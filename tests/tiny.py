@@ -8,20 +8,23 @@ import torch
 from PIL import Image
 from torch import Tensor
 from transformers import (
-    AutoModelForImageTextToText,
     AutoProcessor,
+    AutoTokenizer,
+    LlamaConfig,
+    Qwen2_5_VLConfig,
+    Qwen3Config,
     Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
-    Qwen3VLMoeForConditionalGeneration,
 )
 
 from megarl.data.prompt import MediaSource, Prompt
 from megarl.media.encoder import Encoder
 from megarl.media.item import EncodedPrompt
 from megarl.media.options import MediaOptions, VideoOptions
-from megarl.models.qwen3_vl.positions import mrope_positions
-from megarl.models.tiny_processor import build_tiny_processor
+from megarl.models.families import FAMILIES, Family
+from megarl.models.hf_config import family_of, hf_config
+from megarl.models.text.processor import TextProcessor
+from megarl.models.tiny_processor import build_tiny_processor, build_tiny_tokenizer
 from megarl.packing.rows import TokenSequence
 from tests.media.files import write_clip
 
@@ -35,16 +38,92 @@ LONGEST = 256
 def write_checkpoint(folder: Path, tied: bool) -> Path:
     """A checkpoint with weights at which an error shows: logits with a spread of several nats, norms off 1 and
     biases off 0."""
-    build_tiny_processor(folder, ALPHABET, VOCABULARY, 4, MERGE, 2, min_pixels=64, max_pixels=1024)
-    config = _config(AutoProcessor.from_pretrained(folder), tied)
-    return _write_weights(folder, Qwen3VLForConditionalGeneration._from_config(config).float())
+    return write_family_checkpoint(folder, "qwen3_vl", tied)
 
 
 def write_mixture_checkpoint(folder: Path) -> Path:
     """The like of a Qwen3-VL mixture of experts: 4 experts, of which each token visits 2."""
-    build_tiny_processor(folder, ALPHABET, VOCABULARY, 4, MERGE, 2, min_pixels=64, max_pixels=1024)
-    config = mixture_config(AutoProcessor.from_pretrained(folder))
-    return _write_weights(folder, Qwen3VLMoeForConditionalGeneration._from_config(config).float())
+    return write_family_checkpoint(folder, "qwen3_vl_moe")
+
+
+def write_family_checkpoint(folder: Path, model_type: str, tied: bool = False, **changes) -> Path:
+    """The like of any registered family; `changes` are to its language model's config."""
+    family = FAMILIES[model_type]
+    if family.media:
+        build_tiny_processor(folder, ALPHABET, VOCABULARY, 4, MERGE, 2, 64, 1024, family.processor)
+    else:
+        build_tiny_tokenizer(folder, ALPHABET, VOCABULARY)
+    config = family_config(load_processor(folder, family), model_type, tied)
+    for name, value in changes.items():
+        setattr(config.get_text_config(), name, value)
+    return _write_weights(folder, family.hf_class._from_config(config).float())
+
+
+def load_processor(folder: Path, family: Family):
+    if family.media:
+        return AutoProcessor.from_pretrained(folder)
+    return TextProcessor(AutoTokenizer.from_pretrained(folder))
+
+
+def family_config(processor, model_type: str, tied: bool = False):
+    """The config of a tiny model of a registered family."""
+    if model_type == "qwen3_vl":
+        return _config(processor, tied)
+    if model_type == "qwen3_vl_moe":
+        return mixture_config(processor)
+    if model_type == "qwen2_5_vl":
+        return _windowed(processor, tied)
+    config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[model_type](**_text(processor, tied))
+    config.architectures = [FAMILIES[model_type].architecture]
+    return config
+
+
+def _windowed(processor, tied: bool) -> Qwen2_5_VLConfig:
+    """Windows of 2 x 2 media tokens, so that pictures have several; one layer of three sees the whole picture."""
+    text = _text(processor, tied)
+    del text["head_dim"], text["tie_word_embeddings"]
+    text["rope_parameters"]["mrope_section"] = [4, 2, 2]
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=dict(
+            depth=3,
+            hidden_size=32,
+            intermediate_size=64,
+            num_heads=2,
+            patch_size=4,
+            spatial_merge_size=MERGE,
+            temporal_patch_size=2,
+            out_hidden_size=64,
+            window_size=16,
+            fullatt_block_indexes=[1],
+            tokens_per_second=3,
+        ),
+        image_token_id=processor.image_token_id,
+        video_token_id=processor.video_token_id,
+        vision_start_token_id=processor.tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+        vision_end_token_id=processor.tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+        tie_word_embeddings=tied,
+    )
+    config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
+    return config
+
+
+def _text(processor, tied: bool) -> dict:
+    return dict(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=processor.tokenizer.eos_token_id,
+        pad_token_id=processor.tokenizer.pad_token_id,
+    )
 
 
 def _write_weights(folder: Path, model) -> Path:
@@ -135,10 +214,14 @@ def make_prompts(folder: Path, processor_folder: Path) -> dict[str, EncodedPromp
     - `video`: an odd number of frames;  `other_video`: the same ids over other frames;
     - `both`: a picture before and after a video;
     - `prose`: the media tokens spelled out in the text beside a picture.
+
+    Of a family that reads text alone, those without media.
     """
+    config = hf_config(str(processor_folder), None)
+    family = FAMILIES[config.model_type]
     options = MediaOptions(video=VideoOptions(num_frames=5))
-    processor = AutoProcessor.from_pretrained(processor_folder)
-    encoder = Encoder(processor, mrope_positions, max_prompt_tokens=LONGEST, options=options)
+    processor = load_processor(processor_folder, family)
+    encoder = Encoder(processor, family.load("positions")(config), max_prompt_tokens=LONGEST, options=options)
     a = write_picture(folder / "a.png", 1, 24, 16)
     b = write_picture(folder / "b.png", 2, 24, 16)
     c = write_picture(folder / "c.png", 3, 8, 32)
@@ -164,6 +247,7 @@ def make_prompts(folder: Path, processor_folder: Path) -> dict[str, EncodedPromp
     return {
         name: encoder.encode(Prompt(index, index + 1, _message(parts), "7", "tiny"))
         for index, (name, parts) in enumerate(contents.items())
+        if family.media or all(isinstance(part, str) for part in parts)
     }
 
 
@@ -195,7 +279,8 @@ class Reference:
     """transformers, one sequence at a time; in the test's own process, where nothing of torch is patched."""
 
     def __init__(self, folder: Path):
-        self.model = AutoModelForImageTextToText.from_pretrained(
+        self._family = family_of(folder)
+        self.model = self._family.hf_class.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         ).eval()
         # transformers gives the padding token's embedding no gradient, even where it was sampled.
@@ -211,6 +296,8 @@ class Reference:
         """float32 `[tokens, vocabulary]`.  A media token among the sampled ones is text: transformers, which
         looks for media by id, is given another id there and the right embedding."""
         ids = torch.cat([prompt.ids, completion])[None]
+        if not self._family.media:
+            return self.model(input_ids=ids, use_cache=False).logits[0]
         kinds = torch.zeros_like(ids)
         kinds[:, : prompt.ids.numel()] = media_kinds(prompt)
         config = self.model.config
@@ -226,10 +313,18 @@ class Reference:
                 attention_mask=torch.ones_like(ids),
                 mm_token_type_ids=kinds,
                 use_cache=False,
-                **media(prompt),
+                **self._media(prompt),
             ).logits[0]
         finally:
             hook.remove()
+
+    def _media(self, prompt: EncodedPrompt) -> dict:
+        """The times between frames too, where the model asks for them."""
+        arguments = media(prompt)
+        if self._family.model_type == "qwen2_5_vl" and "video_grid_thw" in arguments:
+            videos = [item for item in prompt.items if item.kind == "video"]
+            arguments["second_per_grid_ts"] = [item.seconds_per_patch(2) for item in videos]
+        return arguments
 
     @torch.no_grad()
     def greedy(self, prompt: EncodedPrompt, tokens: int) -> Tensor:
@@ -238,10 +333,9 @@ class Reference:
         out = self.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            mm_token_type_ids=media_kinds(prompt),
             do_sample=False,
             max_new_tokens=tokens,
-            **media(prompt),
+            **({"mm_token_type_ids": media_kinds(prompt), **self._media(prompt)} if self._family.media else {}),
         )
         return out[0, ids.shape[1] :]
 

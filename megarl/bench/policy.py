@@ -4,6 +4,7 @@ from pathlib import Path
 
 from megarl.bench.lines import Line, median_seconds, turns
 from megarl.bench.prompts import media_prompt, noise_item, text_prompt
+from megarl.models.hf_config import family_of
 
 
 def measure(recipe, options) -> list[Line]:
@@ -49,7 +50,8 @@ def measure(recipe, options) -> list[Line]:
         )
         tokens = count * options.new_tokens
         lines.append(Line(f"decode, {count} request(s)", "tokens/s", tokens / ours, tokens / theirs))
-    lines.append(_encodes_line(engine, policy, options))
+    if policy.model.tower_config is not None:
+        lines.append(_encodes_line(engine, policy, options))
     lines.append(_train_line(trainer, policy, peer, recipe, options, device))
     lines.append(Line("weights change hands", "ms", 1e3 * median_seconds(engine.weights_changed, 20)))
     return lines
@@ -63,7 +65,7 @@ def _encodes_line(engine, policy, options) -> Line:
     side = 2 * policy.model.merge_size
     prompts = []
     for picture in range(4):
-        item = noise_item(f"picture {picture}", (1, side, side), policy.model)
+        item = noise_item(f"picture {picture}", (1, side, side), policy.bridge.hf_pretrained.config.vision_config)
         prompts += [media_prompt(item, options.prompt_tokens, policy.model) for _ in range(2)]
     encoded, asked = engine.features.encoded, engine.asked
     for _ in range(2):
@@ -99,9 +101,8 @@ class _Peer:
 
     def __init__(self, folder: Path, dtype, device):
         import torch
-        from transformers import AutoModelForImageTextToText
 
-        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).to(device)
+        self.model = family_of(folder).hf_class.from_pretrained(folder, dtype=dtype).to(device)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
 
     def generate(self, ids, new_tokens: int, temperature: float):

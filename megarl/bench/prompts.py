@@ -22,9 +22,9 @@ def media_prompt(item: MediaItem, tokens: int, model) -> EncodedPrompt:
     return EncodedPrompt(None, ids, mask, torch.arange(count + tokens).expand(3, -1), count + tokens, (item,))
 
 
-def noise_item(name: str, grid: Grid, model) -> MediaItem:
-    """A picture, or a video where the grid has several temporal patches, of noise."""
-    vision = model.vision_transformer_config
+def noise_item(name: str, grid: Grid, vision) -> MediaItem:
+    """A picture, or a video where the grid has several temporal patches, of noise; `vision` is the config of the
+    tower, as transformers has it."""
     length = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     t, h, w = grid
     return MediaItem("video" if t > 1 else "image", torch.rand(t * h * w, length), grid, name.encode(), name)

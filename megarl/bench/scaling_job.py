@@ -62,9 +62,9 @@ def measure(policy: Policy, trainer: Trainer, tokens_per_row: int, rounds: int) 
         rounds: each figure is the median of so many.
     """
     model = policy.model
-    cost = CostModel(StackCost.of(model.language_model.config), StackCost.of(model.vision_model.config))
+    cost = CostModel(StackCost.of(model.language_model.config), StackCost.of(model.tower_config))
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    batch = skewed_batch(model, tokens_per_row)
+    batch = skewed_batch(policy, tokens_per_row)
     places = shard(range(len(batch)), rank, ranks)
     before = [batch[place] for place in places]
     after, _ = balance(before, places, 1, cost, lambda place: batch[place][0].prompt)
@@ -94,9 +94,10 @@ def measure(policy: Policy, trainer: Trainer, tokens_per_row: int, rounds: int) 
     )
 
 
-def skewed_batch(model, tokens_per_row: int) -> list[list[Rollout]]:
+def skewed_batch(policy: Policy, tokens_per_row: int) -> list[list[Rollout]]:
     """Groups of rollouts, the same on every rank.  A group's usual length is 4 to 256 tokens, every power of two as
     likely as the next; every fourth prompt has a picture or a video."""
+    model, vision = policy.model, policy.bridge.hf_pretrained.config.vision_config
     draws = random.Random(1)
     torch.manual_seed(1)
     side, vocabulary = 4 * model.merge_size, model.language_model.vocab_size
@@ -105,7 +106,7 @@ def skewed_batch(model, tokens_per_row: int) -> list[list[Rollout]]:
         prompt = text_prompt(PROMPT_TOKENS, vocabulary)
         if number % 4 == 0:
             grid = (8 if number % 8 else 1, side, side * (1 + number // 8))
-            prompt = media_prompt(noise_item(f"item {number}", grid, model), PROMPT_TOKENS, model)
+            prompt = media_prompt(noise_item(f"item {number}", grid, vision), PROMPT_TOKENS, model)
         most = min(_LONGEST, tokens_per_row - prompt.ids.numel())
         usual = 2 ** draws.uniform(2, 8)
         groups.append(

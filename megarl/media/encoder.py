@@ -83,10 +83,11 @@ class Encoder:
 
 
 def fingerprint(encoded: EncodedPrompt) -> bytes:
-    """What a prompt became: SHA-256 of its ids, its mask and its items' digests."""
+    """What a prompt became: SHA-256 of its ids, its mask, its positions and its items' digests."""
     digest = hashlib.sha256(struct.pack("<q", encoded.ids.numel()))
     digest.update(encoded.ids.numpy())
     digest.update(encoded.media_mask.numpy())
+    digest.update(encoded.positions.contiguous().numpy())
     for item in encoded.items:
         digest.update(item.digest)
     return digest.digest()

@@ -20,10 +20,13 @@ LoadItem = Callable[[MediaSource], MediaItem]
 class PositionRule(Protocol):
     """A family's rotary positions, for example `megarl.models.qwen3_vl.positions.mrope_positions`."""
 
-    def __call__(self, media_mask: torch.Tensor, grids: Sequence[Grid], merge_size: int) -> tuple[torch.Tensor, int]:
+    def __call__(
+        self, media_mask: torch.Tensor, grids: Sequence[Grid], merge_size: int, seconds: Sequence[float]
+    ) -> tuple[torch.Tensor, int]:
         """Positions int64 `[3, n]`, and the position of the next token.
 
-        `media_mask` is bool `[n]`; `grids` has the grid of each run of media tokens, in order.
+        `media_mask` is bool `[n]`; `grids` has the grid of each run of media tokens, in order, and `seconds` the
+        time between its temporal patches, 0 where it has one.
         """
         ...
 
@@ -48,7 +51,8 @@ def encode_prompt(
 
     Args:
         processor: a transformers processor: its chat template, tokenizer, media tokens, `replace_image_token`,
-            `replace_video_token` and the `merge_size` and `temporal_patch_size` of its parts are used.
+            `replace_video_token` and the `merge_size` and `temporal_patch_size` of its parts are used.  One that has
+            no `image_processor` takes text alone.
         positions: the family's rule.
         max_prompt_tokens: most tokens after expansion.
         load_item: gives the prepared item of a source; see `megarl.media.cache`.
@@ -62,8 +66,9 @@ def encode_prompt(
         UserError: the processor has no media tokens that can be used.
     """
     tokens = media_tokens(processor)
-    merge_size = processor.image_processor.merge_size
-    row = _Row(prompt.row, processor.tokenizer, merge_size)
+    merge_size = processor.image_processor.merge_size if tokens else 1
+    temporal_patch_size = processor.video_processor.temporal_patch_size if "video" in tokens else 1
+    row = _Row(prompt.row, processor.tokenizer, merge_size, temporal_patch_size)
     if prompt.expanded is not None:
         _check_length(prompt, len(prompt.expanded.ids), max_prompt_tokens)
         _take_expanded(row, prompt, tokens, load_item)
@@ -71,7 +76,7 @@ def encode_prompt(
         _expand_messages(row, prompt, processor, tokens, load_item)
         _check_length(prompt, len(row.ids), max_prompt_tokens)
     media_mask = torch.tensor(row.media_mask, dtype=torch.bool)
-    row_positions, next_position = positions(media_mask, row.grids, merge_size)
+    row_positions, next_position = positions(media_mask, row.grids, merge_size, row.seconds)
     ids = torch.tensor(row.ids, dtype=torch.int64)
     return EncodedPrompt(prompt, ids, media_mask, row_positions, next_position, tuple(row.items))
 
@@ -83,6 +88,8 @@ def media_tokens(processor: Any) -> dict[Kind, int]:
         UserError: the tokenizer does not know the processor's media token as a special token, or images and
             videos are merged differently.
     """
+    if processor.image_processor is None:
+        return {}
     special = special_tokens(processor.tokenizer)
     kinds: list[Kind] = ["image"]
     if getattr(processor, "video_processor", None) is not None:
@@ -110,10 +117,13 @@ class _Row:
     number: int
     tokenizer: Any
     merge_size: int
+    temporal_patch_size: int
     ids: list[int] = field(default_factory=list)
     media_mask: list[bool] = field(default_factory=list)
     grids: list[Grid] = field(default_factory=list)
     """Of each run of media tokens."""
+    seconds: list[float] = field(default_factory=list)
+    """Likewise: between its temporal patches."""
     items: list[MediaItem] = field(default_factory=list)
 
     def add_text(self, text: str, plain: bool) -> None:
@@ -144,7 +154,12 @@ class _Row:
         if len(runs) not in (1, t) or len(set(runs)) > 1:
             reason = f"{name} fills runs of {list(runs)} media tokens; its grid {item.grid} has {t} temporal patches"
             raise ExpansionError(self.number, reason)
-        self.grids += [item.grid] if len(runs) == 1 else [(1, h, w)] * t
+        if len(runs) == 1 and t > 1:
+            self.grids.append(item.grid)
+            self.seconds.append(item.seconds_per_patch(self.temporal_patch_size))
+        else:
+            self.grids += [(1, h, w)] * t
+            self.seconds += [0.0] * t
         self.items.append(item)
 
 

@@ -33,6 +33,14 @@ class MediaItem:
     """Of a video: presentation time of each sampled frame in seconds, before padding to whole temporal patches.
     No part of the digest: they become text."""
 
+    def seconds_per_patch(self, temporal_patch_size: int) -> float:
+        """Of a video: mean time between temporal patches of so many frames; 0 where there is one frame."""
+        times = self.timestamps
+        if len(times) < 2:
+            return 0.0
+        # To the microsecond, since some count whole seconds only.
+        return round(temporal_patch_size * (times[-1] - times[0]) / (len(times) - 1), 6)
+
     def feature_count(self, merge_size: int) -> int:
         """Media tokens that this item fills: `t * h * w / merge_size**2`."""
         t, h, w = self.grid

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,10 @@ class Policy:
     bridge: AutoBridge
     """Knows the way of every weight between Megatron's layout and Hugging Face's."""
 
+    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and whole tensor, on the CPU, as a Hugging Face checkpoint has them, one at a time.  Collective."""
+        return iter(self.bridge.export_hf_weights([self.model.bridged], cpu=True, show_progress=False))
+
 
 def load_policy(folder: Path, options: ModelOptions) -> Policy:
     """Builds this rank's shard of the model and fills it from a checkpoint folder.
@@ -57,7 +62,7 @@ def load_policy(folder: Path, options: ModelOptions) -> Policy:
     """
     bridge = AutoBridge.from_hf_pretrained(folder)
     model = _model(folder, bridge, options)
-    bridge.load_hf_weights([model])
+    bridge.load_hf_weights([model.bridged])
     if options.freeze:
         frozen = {part: part in options.freeze for part in ("language", "vision", "projector")}
         model.freeze(frozen["language"], frozen["vision"], frozen["projector"])
@@ -91,6 +96,9 @@ def fill(policy: Policy, folder: Path) -> None:
 def _megatron_config(bridge: AutoBridge, options: ModelOptions):
     """Bridge's provider, which is Megatron's TransformerConfig too, for this machine and layout."""
     config = bridge.to_megatron_provider(load_weights=False)
+    rope = bridge.hf_pretrained.config.get_text_config().rope_parameters
+    if "mrope_section" in rope:  # Bridge's Qwen2.5-VL keeps its own default
+        config.mrope_section = rope["mrope_section"]
     half = options.dtype is torch.bfloat16
     settings = dict(
         tensor_model_parallel_size=options.tensor_model_parallel_size,
@@ -160,7 +168,7 @@ def save_checkpoint(policy: Policy, folder: Path, processor) -> None:
     The folder appears whole or not at all.
     """
     writer = _ShardWriter(folder.with_name(folder.name + ".partial")) if dist.get_rank() == 0 else None
-    for name, tensor in policy.bridge.export_hf_weights([policy.model], cpu=True, show_progress=False):
+    for name, tensor in policy.hf_weights():
         if writer:
             writer.add(name, tensor)
     if writer:

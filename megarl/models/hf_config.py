@@ -36,7 +36,8 @@ def hf_config(path: str | None, inline: dict | None, key: str = "model.path") ->
         raise UserError(f"{source}: {one_line(error)[:200]}") from None
     if config.model_type not in FAMILIES:
         raise UserError(f"{source} has model_type {config.model_type!r}: should be one of {', '.join(FAMILIES)}")
-    expected = FAMILIES[config.model_type].architecture
+    family = FAMILIES[config.model_type]
+    expected = family.architecture
     if config.architectures != [expected]:
         raise UserError(f"{source} has architectures {config.architectures!r}: should be [{expected!r}]")
     text = config.get_text_config()
@@ -46,9 +47,39 @@ def hf_config(path: str | None, inline: dict | None, key: str = "model.path") ->
             raise UserError(
                 f"{source} has text_config.{key} = {value}: should be {every_layer}, experts in every layer"
             )
+    for key, only in family.fixed.items():
+        if (value := getattr(text, key, only)) != only:
+            raise UserError(
+                f"{source} has {key_of(config, key)} = {value!r}: should be {only!r} in a {config.model_type}"
+            )
+    _check_rope(source, config, family)
     for key in _unknown_keys(inline or {}, config):
         raise UserError(f"unknown key 'model.config.{key}': transformers reads no such key of {config.model_type}")
     return config
+
+
+def key_of(config: "PreTrainedConfig", key: str) -> str:
+    """Where the language model's `key` stands in the configuration."""
+    return key if config.get_text_config() is config else f"text_config.{key}"
+
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What Megatron has built in, beside a factor that is free."""
+
+
+def _check_rope(source: str, config: "PreTrainedConfig", family: Family) -> None:
+    """Refuses rotary embeddings that would come out different in Megatron."""
+    rope = config.get_text_config().rope_parameters
+    kind, key = rope.get("rope_type", "default"), key_of(config, "rope_parameters")
+    if kind not in family.rope_types:
+        raise UserError(
+            f"{source} has {key}.rope_type = {kind!r}: should be one of {', '.join(family.rope_types)} "
+            f"in a {config.model_type}"
+        )
+    only = {"partial_rotary_factor": 1.0, **(_LLAMA3 if kind == "llama3" else {})}
+    for name, value in only.items():
+        if rope.get(name, value) != value:
+            raise UserError(f"{source} has {key}.{name} = {rope[name]}: should be {value:g}, as Megatron has it")
 
 
 def family_of(folder: Path) -> Family:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForImageTextToText, PretrainedConfig
+from transformers import PretrainedConfig
 
 from megarl.data.folder import whole_folder
+from megarl.models.families import FAMILIES
 
 _RESIDUAL_OUTPUTS = (
     "self_attn.o_proj.weight",
@@ -33,19 +34,21 @@ def write_random_checkpoint(folder: Path, config: PretrainedConfig, processor, s
     """
     if folder.exists():
         return
-    text, vision = config.get_text_config(), config.vision_config
+    text, vision = config.get_text_config(), getattr(config, "vision_config", None)
     std = text.initializer_range if std is None else std
     with torch.device("meta"):
-        shapes = dict(AutoModelForImageTextToText.from_config(config).named_parameters())
+        shapes = dict(FAMILIES[config.model_type].hf_class._from_config(config).named_parameters())
     weights = {}
-    for name, shape in shapes.items():
+    family = FAMILIES[config.model_type]
+    for parameter, shape in shapes.items():
+        name = family.name_in_checkpoint(parameter)
         if shape.ndim == 1:
             fill = torch.zeros if name.endswith("bias") else torch.ones
             weights[name] = fill(shape.shape)
             continue
         scale = std
         if scale_output and name.endswith(_RESIDUAL_OUTPUTS):
-            scale /= math.sqrt(2 * (vision.depth if ".visual." in name else text.num_hidden_layers))
+            scale /= math.sqrt(2 * (vision.depth if "visual." in name else text.num_hidden_layers))
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         weights[name] = torch.randn(shape.shape, generator=generator) * scale

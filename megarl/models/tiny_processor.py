@@ -1,14 +1,22 @@
-"""A Qwen3-VL processor for tiny models, made without a network: a token a character, a terse template."""
+"""Processors and tokenizers for tiny models, made without a network: a token a character, a terse template."""
 
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessor
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from megarl.errors import UserError
+
+_CLASSES = {
+    "Qwen2_5_VLProcessor": (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor),
+    "Qwen3VLProcessor": (Qwen3VLProcessor, Qwen3VLVideoProcessor),
+}
+"""The processor's class, and that of its part for videos."""
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -51,8 +59,9 @@ def build_tiny_processor(
     temporal_patch_size: int,
     min_pixels: int,
     max_pixels: int,
+    processor: str = "Qwen3VLProcessor",
 ) -> None:
-    """Write a processor that `AutoProcessor.from_pretrained(folder)` loads as a `Qwen3VLProcessor`.
+    """Write a processor that `AutoProcessor.from_pretrained(folder)` loads.
 
     A processor's files that are already in `folder` are replaced; the bytes are the same every time.
 
@@ -64,10 +73,12 @@ def build_tiny_processor(
         temporal_patch_size: frames in a patch.
         min_pixels: fewest pixels of a prepared picture (or video: of all frames), to which smaller ones grow.
         max_pixels: most pixels, to which larger ones shrink.
+        processor: the class in transformers.
 
     Raises:
         UserError: the alphabet repeats a character, or does not fit into `vocab_size`.
     """
+    kind, video_kind = _CLASSES[processor]
     tokenizer = _character_tokenizer(alphabet, vocab_size)
     patching = {
         "patch_size": patch_size,
@@ -77,13 +88,20 @@ def build_tiny_processor(
         "image_std": [0.5, 0.5, 0.5],
     }
     size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}  # pixel counts, in spite of the names
-    processor = Qwen3VLProcessor(
+    built = kind(
         image_processor=Qwen2VLImageProcessor(**patching, size=dict(size)),
-        video_processor=Qwen3VLVideoProcessor(**patching, size=dict(size)),
+        video_processor=video_kind(**patching, size=dict(size)),
         tokenizer=tokenizer,
         chat_template=CHAT_TEMPLATE,
     )
-    processor.save_pretrained(folder)
+    built.save_pretrained(folder)
+
+
+def build_tiny_tokenizer(folder: Path, alphabet: str, vocab_size: int) -> None:
+    """Write the same tokenizer and template for a model that reads text alone; see `build_tiny_processor`."""
+    tokenizer = _character_tokenizer(alphabet, vocab_size)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
 
 
 def _character_tokenizer(alphabet: str, vocab_size: int) -> PreTrainedTokenizerFast:

@@ -38,7 +38,8 @@ class StackCost:
 @dataclass(frozen=True)
 class CostModel:
     language: StackCost
-    vision: StackCost
+    vision: StackCost | None
+    """None where the model reads text alone."""
 
     def sequence(self, sequence: TokenSequence) -> float:
         """Language model alone; causal, so a token sees half of the sequence."""

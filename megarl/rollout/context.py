@@ -64,13 +64,13 @@ class MediaWrapper(GPTInferenceWrapper):
     def _forward(self, inference_input) -> Tensor:
         tokens, context = inference_input["tokens"], self.inference_context
         positions, rows = self._positions_and_rows(tokens)
-        embeddings = mask = deepstack = None
+        embeddings, extra = None, {}
         if rows is not None:
             needed, local = context.prompts.needed_items(rows)
             items = context.prompts.items
             found = self.features.gather([items[i] for i in needed], ahead=items[needed[-1] + 1 :])
             merged = self.merge(tokens[0], local.to(tokens.device), found)
-            embeddings, mask, deepstack = merged.embeddings, merged.media_mask, merged.deepstack
+            embeddings, extra = merged.embeddings, merged.extra
         return self.model(
             tokens,
             positions,
@@ -78,8 +78,7 @@ class MediaWrapper(GPTInferenceWrapper):
             decoder_input=embeddings,
             inference_context=context,
             runtime_gather_output=True,
-            visual_pos_masks=mask,
-            deepstack_visual_embeds=deepstack,
+            **extra,
         )
 
     def _positions_and_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -88,7 +88,8 @@ def build_prompt_table(prompts: list[EncodedPrompt], prompt_of_request: Tensor, 
 
 def prefix_hashes(prompt: EncodedPrompt, merge_size: int, block_size: int) -> list[int]:
     """Keys of the prompt's whole KV blocks for the prefix cache.  A media token counts as its item's
-    digest and its place in it, so equal ids over different pictures never match.
+    digest, its rotary positions and its place in it, so equal ids over different pictures never match, nor over
+    a video at another speed.
 
     Returns:
         One int in [1, 2**63 - 1] per whole block, chained from block to block.
@@ -97,9 +98,11 @@ def prefix_hashes(prompt: EncodedPrompt, merge_size: int, block_size: int) -> li
         return []
     keys = prompt.ids.clone()
     media = []
-    for item in prompt.items:
-        base = int.from_bytes(hashlib.sha256(item.digest).digest()[:7], "little")
-        media.append(-1 - (base + torch.arange(item.feature_count(merge_size))) % (1 << 55))
+    counts = [item.feature_count(merge_size) for item in prompt.items]
+    positions = prompt.positions[:, prompt.media_mask].split(counts, 1)
+    for item, count, turned in zip(prompt.items, counts, positions, strict=True):
+        digest = hashlib.sha256(item.digest + turned.contiguous().numpy().tobytes()).digest()
+        media.append(-1 - (int.from_bytes(digest[:7], "little") + torch.arange(count)) % (1 << 55))
     if media:
         keys[prompt.media_mask] = torch.cat(media)
     return compute_block_hashes_batched(keys, block_size)

@@ -24,7 +24,7 @@ def named_gradients(policy: Policy, trainer: Trainer, rows: Sequence[PackedRow],
     """
     found = trainer.gradients(rows, loss)
     with _shown_instead(policy.model, found):
-        yield from policy.bridge.export_hf_weights([policy.model], cpu=True, show_progress=False)
+        yield from policy.hf_weights()
 
 
 @contextmanager

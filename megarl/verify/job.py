@@ -16,7 +16,8 @@ from megarl.algorithms.objective import ObjectiveOptions
 from megarl.media.encoder import Encoder
 from megarl.media.item import EncodedPrompt
 from megarl.models.build import Policy
-from megarl.models.hf_config import family_of
+from megarl.models.families import FAMILIES
+from megarl.models.hf_config import hf_config
 from megarl.options import media_options, model_options, rl_optimizer, step_options
 from megarl.packing.rows import PackedRow, TokenSequence, by_member, pack
 from megarl.recipe import Recipe
@@ -97,15 +98,17 @@ class Job:
             prepare_data(recipe)
         dist.barrier()
         self.checkpoint = prepare_checkpoint(recipe, folder)
-        processor = load_processor(Path(recipe.model.processor) if recipe.model.processor else self.checkpoint)
+        config, longest = hf_config(str(self.checkpoint), None), recipe.data.max_prompt_tokens
+        family = FAMILIES[config.model_type]
+        folder_of_processor = Path(recipe.model.processor) if recipe.model.processor else self.checkpoint
+        processor = load_processor(folder_of_processor, family)
         # Without top-p and top-k: what these cut off is missing in the engine's distribution only.
         self._sampling = SamplingOptions(
             min(new_tokens, recipe.rollout.max_new_tokens),
             stop_tokens(processor.tokenizer, recipe.rollout.stop),
             recipe.rollout.scoring_temperature,
         )
-        positions = family_of(self.checkpoint).load("positions")
-        with Encoder(processor, positions, recipe.data.max_prompt_tokens, media_options(recipe)) as encoder:
+        with Encoder(processor, family.load("positions")(config), longest, media_options(recipe)) as encoder:
             self._prompts: list[EncodedPrompt] = first_prompts(recipe.data, encoder, folder / "downloads", prompts)
         self.dtype = model_options(recipe).dtype
         self._parts = parts = build_parts(recipe, self.checkpoint)

@@ -4,6 +4,7 @@ A process of its own, in which nothing of torch is patched.  It gives
 `Answers` in float32, and in bfloat16 where the job computes in it.
 """
 
+import inspect
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.check import PROJECTOR
+from megarl.models.hf_config import family_of
 from megarl.verify.cases import Case, loss
 from megarl.verify.peers import CASES, Answers, Asked, answered
 
@@ -22,11 +24,10 @@ class Transformers:
     """The checkpoint, its weights rounded to the job's type, computing in `dtype`."""
 
     def __init__(self, asked: Asked, dtype: torch.dtype):
-        from transformers import AutoModelForImageTextToText
-
         self._asked, self._dtype = asked, dtype
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = AutoModelForImageTextToText.from_pretrained(asked.checkpoint, dtype=asked.dtype)
+        self._family = family_of(asked.checkpoint)
+        model = self._family.hf_class.from_pretrained(asked.checkpoint, dtype=asked.dtype)
         # Upwards only: `to` would round the rotary frequencies too, which are float32 in every model.
         self._model = (model if dtype is asked.dtype else model.to(dtype)).to(self._device).eval()
         # transformers gives the padding token's embedding no gradient, even where it was sampled.
@@ -50,10 +51,10 @@ class Transformers:
             (summed / tokens).backward()
             scored.append(log_probs.detach().cpu())
             total += float(summed)
-        gradients = {
-            name: (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).float().cpu()
-            for name, parameter in self._model.named_parameters()
-        }
+        gradients = {}
+        for name, parameter in self._model.named_parameters():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients[self._family.name_in_checkpoint(name)] = gradient.float().cpu()
         return Answers(scored, gradients, total / tokens)
 
     def _log_probs(self, case: Case) -> tuple[Tensor, Tensor]:
@@ -69,6 +70,8 @@ class Transformers:
         prompt = case.prompt
         config, embeddings = self._model.config, self._model.get_input_embeddings()
         ids = torch.cat([prompt.ids, case.completion])[None].to(self._device)
+        if not self._family.media:
+            return self._model(input_ids=ids, use_cache=False).logits[0]
         kinds = torch.zeros_like(ids)
         kinds[0, : prompt.ids.numel()][prompt.media_mask.to(self._device)] = torch.tensor(
             [
@@ -107,6 +110,10 @@ class Transformers:
             if items:
                 arguments[pixels] = torch.cat([item.pixels for item in items]).to(self._device, self._dtype)
                 arguments[grids] = torch.tensor([item.grid for item in items], device=self._device)
+        if "second_per_grid_ts" in inspect.signature(self._model.forward).parameters:
+            patch = self._model.config.vision_config.temporal_patch_size
+            videos = [item for item in case.prompt.items if item.kind == "video"]
+            arguments["second_per_grid_ts"] = [item.seconds_per_patch(patch) for item in videos]
         return arguments
 
 

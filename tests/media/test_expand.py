@@ -170,13 +170,13 @@ def test_runs_that_are_no_frames_are_caught(tiny, monkeypatch):
 def test_a_family_may_write_a_video_as_one_run(tiny, monkeypatch):
     seen = []
 
-    def rule(mask, grids, merge_size):
-        seen.append(grids)
+    def rule(mask, grids, merge_size, seconds):
+        seen.append((grids, seconds))
         return torch.zeros(3, len(mask), dtype=torch.int64), 0
 
     monkeypatch.setattr(type(tiny), "replace_video_token", lambda *_: "<|video_pad|>" * 8)
     encoded = encode(tiny, user(EVEN, A), positions=rule)
-    assert seen == [[(2, 4, 4), (1, 4, 4)]] and encoded.media_mask.sum() == 12
+    assert seen == [([(2, 4, 4), (1, 4, 4)], [0.2, 0.0])] and encoded.media_mask.sum() == 12
 
 
 def test_a_template_that_loses_or_adds_media_is_caught(tiny):
@@ -269,7 +269,7 @@ def test_the_prompt_is_left_as_it_was(tiny):
 def test_the_position_rule_is_given_the_mask_and_the_grid_of_each_run(tiny):
     seen = []
 
-    def flat(media_mask, grids, merge_size):
+    def flat(media_mask, grids, merge_size, seconds):
         seen.append((media_mask.sum().item(), list(grids), merge_size))
         return torch.arange(len(media_mask)).expand(3, -1), 99
 

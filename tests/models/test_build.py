@@ -74,11 +74,13 @@ def test_refusals(checkpoint, tmp_path):
     shutil.copytree(checkpoint, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
-        json.dumps({**config, "model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+        json.dumps({**config, "model_type": "mistral", "architectures": ["MistralForCausalLM"]})
     )
     with pytest.raises(UserError) as refused:
         policies.policy(folder)
-    assert "llama" in str(refused.value).lower() and "\n" not in str(refused.value)
+    assert "'mistral': should be one of qwen3_vl, qwen3_vl_moe, " in str(refused.value) and "\n" not in str(
+        refused.value
+    )
 
 
 # Random weights

@@ -114,6 +114,17 @@ def test_hashes_tell_pictures_apart(prompts):
     assert common(hashes("long_text"), hashes("same_prefix")) == shared // 16 >= 8
 
 
+def test_hashes_tell_speeds_of_a_video_apart(prompts):
+    """The same frames further apart, where the family turns them by their times."""
+    prompt = prompts["video"]
+    positions = prompt.positions.clone()
+    positions[0, prompt.media_mask] += torch.arange(int(prompt.media_mask.sum()))
+    slower = dataclasses.replace(prompt, positions=positions)
+    first = int(prompt.media_mask.nonzero()[0])
+    hashes = [tables.prefix_hashes(p, tiny.MERGE, 4) for p in (prompt, slower)]
+    assert common(*hashes) == first // 4 > 0
+
+
 def test_hashes_tell_media_from_prose(prompts):
     """The same ids where the mask says text; the order of two pictures; the place inside a picture."""
     prompt = prompts["images"]

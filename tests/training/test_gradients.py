@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megarl.models.families import FAMILIES
 from tests import tiny
 from tests.distributed import LAYOUTS, TP1, TP2_SP, Layout, lazy
 
@@ -37,7 +38,8 @@ def reference_gradients(model, reference, sequences):
     model.zero_grad()
     for sequence in sequences:
         loss(sequence.completion, *reference.log_probs(sequence.prompt, sequence.completion)).backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    name_of = FAMILIES[model.config.model_type].name_in_checkpoint
+    return {name_of(name): parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 def worst(found: dict, expected: dict) -> tuple[float, str]:

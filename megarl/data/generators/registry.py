@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megarl.data.generators.color_codeword import write_color_codeword
 from megarl.data.generators.digits import write_digits
+from megarl.data.generators.largest_digit import write_largest_digit
 from megarl.data.generators.mixed import write_mixed
 from megarl.data.generators.motion_video import write_motion_video
 from megarl.data.generators.scenes import write_scenes
@@ -14,6 +15,7 @@ from megarl.errors import UserError
 GENERATORS: dict[str, Callable[..., None]] = {
     "color_codeword": write_color_codeword,
     "digits": write_digits,
+    "largest_digit": write_largest_digit,
     "mixed": write_mixed,
     "motion_video": write_motion_video,
     "scenes": write_scenes,

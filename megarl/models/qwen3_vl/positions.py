@@ -1,12 +1,26 @@
 """Rotary positions of Qwen3-VL on three axes (interleaved MRoPE)."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from megarl.media.expand import PositionRule
+
+
+def position_rule(config: "PreTrainedConfig") -> "PositionRule":
+    return mrope_positions
+
 
 def mrope_positions(
-    media_mask: torch.Tensor, grids: Sequence[tuple[int, int, int]], merge_size: int
+    media_mask: torch.Tensor,
+    grids: Sequence[tuple[int, int, int]],
+    merge_size: int,
+    seconds: Sequence[float] = (),
+    tokens_per_second: int | None = None,
 ) -> tuple[torch.Tensor, int]:
     """Positions of one row, as `Qwen3VLModel.get_rope_index` of transformers 5.12 gives them.
 
@@ -22,6 +36,9 @@ def mrope_positions(
         grids: (t, h, w) in patches of each run, in order.  A picture is one run with t = 1; so is each frame
             of a video, since the text of its timestamp stands between the frames.
         merge_size: side, in patches, of the square that makes one media token.
+        seconds: between the temporal patches of each run; read only where `tokens_per_second` is given.
+        tokens_per_second: positions that a second counts for on the axis of time, and only whole seconds count;
+            None: a temporal patch counts for one.
 
     Returns:
         int64 `[3, n]` (time, height, width), and the position of the token that follows the row.
@@ -36,13 +53,14 @@ def mrope_positions(
 
     columns = []
     token = position = used = 0
-    for (t, h, w), count in zip(grids, counts, strict=True):
+    steps = [1] * len(grids) if tokens_per_second is None else [tokens_per_second * int(s) for s in seconds]
+    for (t, h, w), count, step in zip(grids, counts, steps, strict=True):
         first = places[used]
         if places[used + count - 1] != first + count - 1:
             raise ValueError(f"the {count} media tokens of grid {(t, h, w)} at token {first} are not contiguous")
         columns.append(_text(position, first - token))
         position += first - token
-        columns.append(_grid(position, t, h // merge_size, w // merge_size))
+        columns.append(_grid(position, t, h // merge_size, w // merge_size, step))
         position += max(h, w) // merge_size
         token = first + count
         used += count
@@ -63,6 +81,6 @@ def _text(start: int, length: int) -> torch.Tensor:
     return torch.arange(start, start + length).expand(3, -1)
 
 
-def _grid(start: int, t: int, h: int, w: int) -> torch.Tensor:
-    axes = torch.meshgrid(torch.arange(t), torch.arange(h), torch.arange(w), indexing="ij")
+def _grid(start: int, t: int, h: int, w: int, step: int) -> torch.Tensor:
+    axes = torch.meshgrid(step * torch.arange(t), torch.arange(h), torch.arange(w), indexing="ij")
     return torch.stack(axes).flatten(1) + start

@@ -98,16 +98,13 @@ def _torch_vision_layers() -> None:
 
 def _torch_norm_names() -> None:
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
+    from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
     from megatron.bridge.models.qwen_vl.qwen3_vl_bridge import Qwen3VLBridge, Qwen3VLMoEBridge
+    from megatron.bridge.models.qwen_vl.qwen25_vl_bridge import Qwen25VLBridge
 
-    language, vision = "language_model.decoder.layers.*", "vision_model.decoder.layers.*"
-    names = {
-        f"{language}.input_layernorm.weight": "model.language_model.layers.*.input_layernorm.weight",
-        f"{language}.pre_mlp_layernorm.weight": "model.language_model.layers.*.post_attention_layernorm.weight",
-        f"{vision}.input_layernorm.weight": "model.visual.blocks.*.norm1.weight",
-        f"{vision}.input_layernorm.bias": "model.visual.blocks.*.norm1.bias",
-        f"{vision}.pre_mlp_layernorm.weight": "model.visual.blocks.*.norm2.weight",
-        f"{vision}.pre_mlp_layernorm.bias": "model.visual.blocks.*.norm2.bias",
+    fused = {
+        "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+        "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
     }
 
     def mend(cls):
@@ -116,14 +113,18 @@ def _torch_norm_names() -> None:
         @functools.wraps(stock)
         def mapping_registry(self):
             registry = stock(self)
-            known = {m.megatron_param for m in registry.mappings}
-            more = [AutoMapping(megatron_param=k, hf_param=v) for k, v in names.items() if k not in known]
+            known, more = {m.megatron_param for m in registry.mappings}, []
+            for mapping in registry.mappings:
+                for inside, own in fused.items():
+                    name = mapping.megatron_param.replace(inside, own)
+                    if name not in known:
+                        more.append(AutoMapping(megatron_param=name, hf_param=mapping.hf_param))
             return type(registry)(*registry.mappings, *more)
 
         cls.mapping_registry = mapping_registry
 
-    mend(Qwen3VLBridge)
-    mend(Qwen3VLMoEBridge)
+    for cls in (Qwen25VLBridge, Qwen3Bridge, Qwen3VLBridge, Qwen3VLMoEBridge):
+        mend(cls)
 
 
 PATCHES = [
