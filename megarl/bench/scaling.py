@@ -25,7 +25,7 @@ LAYOUTS = [
 def measure(options, layouts=LAYOUTS) -> list[Line]:
     """On a CPU every process has one thread, so that a line says what processes give; beyond the number of cores, which
     stands in the lines' names, they give nothing.  On GPUs, layouts that need more than there are, are left out."""
-    room, place = os.process_cpu_count(), "core(s)"
+    room, place = len(os.sched_getaffinity(0)), "core(s)"
     if kernels().gpu:
         import torch
 
