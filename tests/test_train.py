@@ -5,8 +5,10 @@ import os
 import re
 import shutil
 import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -191,6 +193,23 @@ def test_two_processes(finished, recipe, tmp_path, layout):
             assert found[step][key] == pytest.approx(expected[step][key], abs=1e-4), step
     for key in ("policy/loss", "policy/entropy", "optimizer/grad_norm"):
         assert found[1][key] == pytest.approx(expected[1][key], rel=1e-2)
+
+
+@pytest.mark.slow
+def test_killed_rank(recipe, tmp_path):
+    """A rank that is killed in mid-run ends the job within 30 seconds; the screen says which, and nobody is left."""
+    folder = tmp_path / "run"
+    process = commands.start("megarl.train", recipe, f"run_dir={folder}", "steps=10000", processes=2)
+    commands.wait_for(lambda: len(metrics(folder)) > 2, process, 240)
+    workers = {worker.environ()["RANK"]: worker for worker in psutil.Process(process.pid).children()}
+    assert workers.keys() == {"0", "1"}
+    workers["1"].kill()
+    begin = time.monotonic()
+    result = commands.finish(process, 60)
+    assert time.monotonic() - begin < 30
+    assert result.code != 0
+    assert re.search(r"rank +: 1 .*\n *exitcode +: -9", result.err), result.err
+    assert psutil.wait_procs(workers.values(), 5)[1] == []
 
 
 # Stopped and started again

@@ -3,7 +3,7 @@
 `command` wraps the body of a `python -m megarl.*` command.  A user's mistake is one line on rank 0 and exit
 code 2; a bug is its traceback on the rank it happened on and exit code 1.  The first rank that fails says so
 in torchrun's store, where a thread of every other rank sees it within a second, so that none of them waits
-in a collective for a peer that is gone.
+in a collective for a peer that is gone.  For a rank that is killed its siblings on the machine say so.
 """
 
 import gc
@@ -25,6 +25,7 @@ from megarl.platform.kernels import kernels
 
 USER_ERROR, BUG = 2, 1
 _FAILED = f"megarl/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+_RANKS = f"megarl/ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{os.environ.get('GROUP_RANK')}"
 _POLL_SECONDS = 0.5
 _SAME_SIGNAL_SECONDS = 5.0
 
@@ -101,7 +102,10 @@ class _FailureWatch:
     def _watch(self) -> None:
         try:
             store = self._connect()
+            siblings = _Siblings(store)
             while not self._closed.wait(_POLL_SECONDS):
+                if lost := siblings.lost():
+                    store.compare_set(_FAILED, "", f"{BUG} {lost}")
                 if store.check([_FAILED]):
                     break
             else:
@@ -119,7 +123,57 @@ class _FailureWatch:
         os._exit(int(code))
 
     def close(self) -> None:
+        """This rank's end is no loss."""
         self._closed.set()
+        if _siblings():
+            try:
+                self._connect().set(f"{_RANKS}/{os.environ.get('LOCAL_RANK')}/left", "")
+            except RuntimeError:  # as above
+                pass
+
+
+class _Siblings:
+    """Ranks that the same torchrun has started, seen when they end without a word: killed by the kernel for want of
+    memory, or by a fault in native code.
+
+    torchrun sees it too, but then asks the others to end and waits for 30 seconds before it kills them; they may sit
+    in a collective, or take the request for one to save and stop.
+    """
+
+    def __init__(self, store: dist.Store):
+        self._store = store
+        self._pids: dict[str, str] = {}
+        self._unknown = [f"{_RANKS}/{number}" for number in _siblings()]
+        if self._unknown:
+            store.set(f"{_RANKS}/{os.environ['LOCAL_RANK']}", f"{rank()} {os.getpid()}")
+
+    def lost(self) -> str | None:
+        """Rank that is lost and what is to be said about it."""
+        for key in [key for key in self._unknown if self._store.check([key])]:
+            self._unknown.remove(key)
+            self._pids[key] = self._store.get(key).decode()
+        for key, (number, pid) in [(key, value.split()) for key, value in self._pids.items()]:
+            if _runs(int(pid)):
+                continue
+            del self._pids[key]
+            if not self._store.check([f"{key}/left"]):
+                return f"{number} rank {number} (process {pid}) ended without a word: killed, or crashed"
+        return None
+
+
+def _siblings() -> list[int]:
+    """Local ranks of the others that the same torchrun has started: all of them see the same process ids."""
+    if "GROUP_RANK" not in os.environ:
+        return []
+    return [n for n in range(int(os.environ["LOCAL_WORLD_SIZE"])) if n != int(os.environ["LOCAL_RANK"])]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def start(sizes: Mapping[str, int], seed: int, cuda_graphs: bool) -> None:

@@ -90,12 +90,24 @@ def test_bug_on_one_rank(tmp_path, culprit, wait):
     assert "1" in exit_codes(result)
 
 
-def test_end_of_a_rank_without_a_word(tmp_path):
-    """A rank that is killed, as by the kernel for memory: torchrun ends the others."""
-    body = "import os, signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
+@pytest.mark.parametrize("wait", ["dist.barrier()", "time.sleep(600)"])
+def test_end_of_a_rank_without_a_word(tmp_path, wait):
+    """A rank that is killed, as by the kernel for memory, ends the job, and the screen says which: also where the
+    other takes torchrun's SIGTERM for a request to save and stop, and sits where no exception reaches it."""
+    body = f"""\
+import os, signal
+with launch.StopSignal().caught():
+    if rank == 1:
+        time.sleep(2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    {wait}"""
     result, seconds = job(tmp_path, body)
     assert result.code != 0
-    assert seconds < 45
+    assert seconds < 15
+    assert re.search(r"rank +: 1 .*\n *exitcode +: -9", result.err)  # torchrun's summary
+    if "sleep" in wait:  # elsewhere gloo itself may be the first to tell rank 0
+        (line,) = ours(result)
+        assert re.fullmatch(r"megarl: rank 1 \(process \d+\) ended without a word: killed, or crashed", line)
 
 
 def test_one_process_without_torchrun(tmp_path):
