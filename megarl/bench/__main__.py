@@ -1,8 +1,9 @@
 """`python -m megarl.bench RECIPE [key=value ...]`: speed as ratios to a peer, both measured in this run.
 
 Peers: transformers' `generate` for the engine, a plain PyTorch step (the same Hugging Face model, padded batch,
-torch's AdamW) for training, transformers' processor for media.  Same weights, prompts, lengths and threads; each
-figure is the median of several rounds in which the two take turns.
+torch's AdamW) for training, transformers' processor for media; for parallelism one process, and the same without
+the means that is measured.  Same weights, prompts, lengths and threads; each figure is the median of several rounds
+in which the two take turns.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from megarl.platform import launch
 from megarl.platform.kernels import kernels
 from megarl.recipe import load_recipe
 
-PARTS = ("policy", "media")
+PARTS = ("policy", "media", "scaling")
 
 
 def bench(arguments: list[str]) -> None:
@@ -37,13 +38,17 @@ def bench(arguments: list[str]) -> None:
     recipe = load_recipe(options.recipe, options.overrides)
     if launch.world_size() > 1:
         raise UserError("megarl.bench measures one rank: start it without torchrun")
-    launch.start({}, recipe.seed, recipe.rollout.cuda_graphs and kernels().gpu)
     lines = []
-    if options.only != "media":
+    if options.only in (None, "scaling"):
+        from megarl.bench import scaling
+
+        lines += scaling.measure(options)
+    launch.start({}, recipe.seed, recipe.rollout.cuda_graphs and kernels().gpu)
+    if options.only in (None, "policy"):
         from megarl.bench import policy
 
         lines += policy.measure(recipe, options)
-    if options.only != "policy":
+    if options.only in (None, "media"):
         from megarl.bench import media
 
         lines += media.measure(recipe, options)

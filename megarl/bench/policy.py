@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megarl.bench.lines import Line, median_seconds, turns
-from megarl.media.item import EncodedPrompt, MediaItem
+from megarl.bench.prompts import media_prompt, noise_item, text_prompt
 
 
 def measure(recipe, options) -> list[Line]:
@@ -40,7 +40,7 @@ def measure(recipe, options) -> list[Line]:
     sampling = SamplingOptions(options.new_tokens, (), recipe.rollout.scoring_temperature)
     lines = []
     for count in requests:
-        prompts = [_prompt(options.prompt_tokens, policy.model.language_model.vocab_size) for _ in range(count)]
+        prompts = [text_prompt(options.prompt_tokens, policy.model.language_model.vocab_size) for _ in range(count)]
         ids = torch.stack([p.ids for p in prompts]).to(device)
         ours, theirs = turns(
             lambda prompts=prompts: engine.generate(prompts, sampling),
@@ -58,33 +58,18 @@ def measure(recipe, options) -> list[Line]:
 def _encodes_line(engine, policy, options) -> Line:
     """16 rollouts of each of 8 prompts, every two of which show the same picture; two calls, as a step and an
     evaluation make them.  The peer encodes for each rollout."""
-    import torch
-
     from megarl.rollout.sampling import SamplingOptions
 
-    vision = policy.model.vision_transformer_config
-    side = 2 * vision.spatial_merge_size
-    length = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    side = 2 * policy.model.merge_size
     prompts = []
     for picture in range(4):
-        item = MediaItem("image", torch.rand(side**2, length), (1, side, side), bytes([picture]), f"picture {picture}")
-        prompts += [_picture_prompt(item, options.prompt_tokens, policy.model) for _ in range(2)]
+        item = noise_item(f"picture {picture}", (1, side, side), policy.model)
+        prompts += [media_prompt(item, options.prompt_tokens, policy.model) for _ in range(2)]
     encoded, asked = engine.features.encoded, engine.asked
     for _ in range(2):
         engine.generate(prompts, SamplingOptions(1, ()), group_size=16)
     saved = engine.features.encoded - encoded, engine.asked - asked
     return Line("vision encodes, 2 x 8 prompts x 16 rollouts, 4 pictures", "items", *map(float, saved))
-
-
-def _picture_prompt(item: MediaItem, tokens: int, model) -> EncodedPrompt:
-    """Text after one picture."""
-    import torch
-
-    count = item.feature_count(model.merge_size)
-    mask = torch.zeros(count + tokens, dtype=torch.bool)
-    mask[:count] = True
-    ids = torch.randint(16, model.language_model.vocab_size, (count + tokens,))
-    return EncodedPrompt(None, ids, mask, torch.arange(count + tokens).expand(3, -1), count + tokens, (item,))
 
 
 def _train_line(trainer, policy, peer: "_Peer", recipe, options, device) -> Line:
@@ -96,7 +81,7 @@ def _train_line(trainer, policy, peer: "_Peer", recipe, options, device) -> Line
     count = max(1, options.train_tokens // (options.prompt_tokens + options.new_tokens))
     vocabulary = policy.model.language_model.vocab_size
     sequences = [
-        TokenSequence(_prompt(options.prompt_tokens, vocabulary), torch.randint(vocabulary, (options.new_tokens,)))
+        TokenSequence(text_prompt(options.prompt_tokens, vocabulary), torch.randint(vocabulary, (options.new_tokens,)))
         for _ in range(count)
     ]
     rows = pack(sequences, recipe.training.tokens_per_row, policy.model.merge_size)
@@ -144,12 +129,3 @@ class _Peer:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
-
-
-def _prompt(tokens: int, vocabulary: int):
-    import torch
-
-    mask = torch.zeros(tokens, dtype=torch.bool)
-    places = torch.arange(tokens)
-    # Ids past the special tokens, so that transformers takes them for text as well.
-    return EncodedPrompt(None, torch.randint(16, vocabulary, (tokens,)), mask, places.expand(3, -1), tokens, ())
