@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.data.files import SPLITS, find_split
 from megarl.data.generators.registry import check_options
@@ -15,7 +15,16 @@ from megarl.errors import UserError
 from megarl.layout import check_context, check_experts, check_heads, check_ring, check_router_replay
 from megarl.models.families import FAMILIES
 from megarl.models.hf_config import hf_config
-from megarl.recipe import DataSection, ModelSection, ParallelSection, Part, Recipe, check_world, load_recipe
+from megarl.recipe import (
+    AlgorithmSection,
+    DataSection,
+    ModelSection,
+    ParallelSection,
+    Part,
+    Recipe,
+    check_world,
+    load_recipe,
+)
 
 if TYPE_CHECKING:  # transformers takes seconds to import; a refused recipe does not wait for it
     from transformers import PreTrainedConfig
@@ -215,7 +224,7 @@ def estimate_memory(
         engine_weights=0 if rollout.parallel is None else item * _shard(parameters, engine),
         gradients=4 * trained,
         optimizer_state=state,
-        reference_snapshot=item * trained if recipe.algorithm.kl_coefficient > 0 else 0,
+        reference_snapshot=_reference(recipe, item * shard, item * trained),
         kv_cache=int(rollout.kv_cache_gb * GIB) + routing_cache(recipe, config, dtype),
         activations_rollout=4
         * rollout.max_requests
@@ -229,6 +238,13 @@ def estimate_memory(
         ),
         activations_training=activations,
     )
+
+
+def _reference(recipe: Recipe, whole: int, trained: int) -> int:
+    """Another checkpoint is held whole, an earlier policy as far as it differs from the present one."""
+    if recipe.algorithm.reference is not None:
+        return whole
+    return trained if recipe.algorithm.kl_coefficient > 0 else 0
 
 
 def _shard(parameters: ParameterCount, parallel: ParallelSection) -> int:
@@ -260,14 +276,24 @@ def check_reference(folder: str, config: "PreTrainedConfig") -> None:
             )
 
 
-def _sizes(config: "PreTrainedConfig") -> dict[str, int | str]:
-    """The family and, by dotted key, the whole numbers of a configuration that are no token's id."""
-    found = {"model_type": config.model_type}
-    for section, values in config.to_dict().items():
-        for key, value in values.items() if isinstance(values, dict) else ():
-            if type(value) is int and not key.endswith("token_id") and key != "max_position_embeddings":
-                found[f"{section}.{key}"] = value
+def _sizes(config: "PreTrainedConfig") -> dict[str, Any]:
+    """The family and, by dotted key, what of a configuration decides the shapes of the weights or what is computed with
+    them: whole numbers that are no token's id, and a few by name."""
+    found: dict[str, Any] = {"model_type": config.model_type}
+
+    def walk(values: dict, prefix: str) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                walk(value, f"{prefix}{key}.")
+            elif key in _COMPARED or (type(value) is int and not key.endswith("token_id") and key not in _OF_NO_WEIGHT):
+                found[prefix + key] = value
+
+    walk(config.to_dict(), "")
     return found
+
+
+_COMPARED = {"tie_word_embeddings", "rms_norm_eps", "rope_theta", "rope_type", "attention_bias"}
+_OF_NO_WEIGHT = {"max_position_embeddings", "use_cache"}
 
 
 def check_folders(model: ModelSection, data: DataSection) -> None:
@@ -302,6 +328,14 @@ def check_parts(model: ModelSection, config: "PreTrainedConfig") -> None:
         raise UserError(f"model.tiny_processor.patch_size = {tiny.patch_size}: a {config.model_type} {reads}")
 
 
+def check_perception(algorithm: AlgorithmSection, config: "PreTrainedConfig") -> None:
+    """Refuses to hide media from a model that sees none."""
+    coefficient = algorithm.perception.coefficient
+    if coefficient and not FAMILIES[config.model_type].media:
+        key = f"algorithm.perception.coefficient = {coefficient}"
+        raise UserError(f"{key}: should be 0, since a {config.model_type} reads text alone")
+
+
 def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":
     """Everything that can be said against a recipe before Megatron is imported; returns the model's config.
 
@@ -316,6 +350,7 @@ def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":
     if recipe.algorithm.reference is not None:
         check_reference(recipe.algorithm.reference, config)
     check_parts(recipe.model, config)
+    check_perception(recipe.algorithm, config)
     check_heads(config, recipe.parallel.tensor_model_parallel_size)
     check_context(config, recipe.parallel.tensor_model_parallel_size, recipe.parallel.context_parallel_size)
     check_ring(config, recipe.parallel.cp_comm_type)

@@ -86,7 +86,11 @@ def reward_options(recipe: Recipe) -> RewardOptions:
     """What rewards depend on beside the answer."""
     e = recipe.environment
     return RewardOptions(
-        recipe.rollout.max_new_tokens, e.overlong_buffer, e.overlong_penalty, recipe.algorithm.filter_overlong
+        recipe.rollout.max_new_tokens,
+        e.overlong_buffer,
+        e.overlong_penalty,
+        recipe.algorithm.filter_overlong,
+        by_component=recipe.algorithm.advantage == "component_std",
     )
 
 

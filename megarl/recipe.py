@@ -91,7 +91,7 @@ class ParallelSection(Section):
     context_parallel_size: PositiveInt = 1
     """Ranks that share the tokens of a row; in rollouts each of them is an engine of its own."""
     cp_comm_type: Literal["a2a", "p2p", "all_gather", "a2a+p2p"] = "a2a"
-    """How these ranks attend to each other's tokens; only `a2a` (Ulysses) for vision-language models."""
+    """How these ranks attend to each other's tokens; only `a2a` (Ulysses)."""
     vision_dp_when_cp: bool = True
     """These ranks encode a part of a row's pictures and frames each and gather the features; else all of them each."""
     expert_model_parallel_size: PositiveInt = 1
@@ -685,6 +685,22 @@ def _algorithm_conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         "a normalised penalty would not depend on its coefficient; set kl_in = 'loss'",
     )
     yield (
+        a.advantage == "group_std" and a.kl_in == "reward" and a.kl_coefficient > 0,
+        "algorithm.advantage algorithm.kl_in",
+        "where a group's answers earn the same, the penalty alone would be scaled to a deviation of 1; "
+        "set another advantage",
+    )
+    yield (
+        a.advantage == "batch_std" and a.resample_rounds > 0,
+        "algorithm.advantage algorithm.resample_rounds",
+        "a group whose rewards are equal teaches something there",
+    )
+    yield (
+        a.router_replay and a.perception.coefficient > 0,
+        "algorithm.router_replay algorithm.perception.coefficient",
+        "the engine chose its experts seeing the media that the masked policy must not see",
+    )
+    yield (
         a.dual_clip is not None and a.surrogate != "clipped",
         "algorithm.dual_clip algorithm.surrogate",
         "only the clipped surrogate has a second bound",
@@ -710,6 +726,12 @@ def _algorithm_conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         "algorithm.surrogate algorithm.kl_coefficient algorithm.kl_in",
         "without a policy gradient the divergence must be in the loss",
     )
+    for key, given in (("resample_rounds", a.resample_rounds > 0), ("correction.level", c.level != "none")):
+        yield (
+            a.surrogate == "none" and given,
+            f"algorithm.surrogate algorithm.{key}",
+            "there is no policy gradient that rewards or corrections would weigh",
+        )
     yield (
         a.ratio == "sequence" and c.level == "token",
         "algorithm.ratio algorithm.correction.level",
@@ -781,6 +803,10 @@ def _check_expert_ranks(recipe: Recipe, section: str, parallel: ParallelSection,
         raise UserError(
             f"{_settings(recipe, *expert)}: their product should divide the world size, which is {world_size}"
         )
+    if parallel.tensor_model_parallel_size % parallel.expert_tensor_parallel_size:
+        # Parts of an expert would belong to ranks with other rows, which do not keep step with each other.
+        keys = _settings(recipe, expert[1], f"{section}.tensor_model_parallel_size")
+        raise UserError(f"{keys}: the first should divide the second")
     if max(shared, same) % min(shared, same):
         # Ranks with the same rows would keep step with different ranks, and some wait for ever.
         raise UserError(

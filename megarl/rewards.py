@@ -24,6 +24,8 @@ class Batch:
     scores: list[Score]
     samples: list[Sample]
     groups: int
+    by_component: bool = False
+    """Components of the reward are weighed one by one."""
 
     @property
     def rewards(self) -> Tensor:
@@ -32,8 +34,13 @@ class Batch:
 
     @property
     def constant(self) -> Tensor:
-        """bool `[groups]`: those whose rollouts all earned the same."""
-        return constant_groups(self.rewards.view(self.groups, -1)) if self.groups else torch.zeros(0, dtype=torch.bool)
+        """bool `[groups]`: those whose rollouts all earned the same, in each component where these count apart."""
+        if not self.groups:
+            return torch.zeros(0, dtype=torch.bool)
+        rewards = (
+            torch.tensor([sample.rewards for sample in self.samples]) if self.by_component else self.rewards[:, None]
+        )
+        return torch.stack([constant_groups(part.view(self.groups, -1)) for part in rewards.T]).all(0)
 
     def metrics(self) -> dict[str, float]:
         """Means over all ranks.  Collective."""
@@ -68,6 +75,8 @@ class RewardOptions:
     overlong_penalty: float = 1.0
     filter_overlong: bool = False
     """Leave completions that no stop token ended out of the loss."""
+    by_component: bool = False
+    """The advantage weighs the components of the reward one by one."""
 
 
 class Judge:
@@ -102,8 +111,8 @@ class Judge:
             )
             for r, score, more in zip(rollouts, scores, added, strict=True)
         ]
-        return Batch(rollouts, texts, scores, samples, len(groups))
+        return Batch(rollouts, texts, scores, samples, len(groups), o.by_component)
 
     def constant(self, groups: list[list[Rollout]]) -> Tensor:
-        """bool `[groups]`: those whose rollouts all earned the same."""
+        """`Batch.constant` of these groups."""
         return self(groups).constant

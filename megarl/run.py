@@ -37,7 +37,7 @@ from megarl.options import (
     model_options,
     reward_options,
 )
-from megarl.packing.cost import CostModel, StackCost
+from megarl.packing.cost import CostModel
 from megarl.packing.rows import TokenSequence
 from megarl.parallel.engines import resharded_groups, shared_groups
 from megarl.recipe import Recipe
@@ -97,8 +97,7 @@ class Run:
     def cost(self) -> CostModel:
         """By which rows and ranks are balanced."""
         model = self.policy.model
-        tower = None if model.tower_config is None else StackCost.of(model.tower_config)
-        return CostModel(StackCost.of(model.language_model.config), tower)
+        return CostModel.of(model.language_model.config, model.tower_config)
 
     @property
     def merge_size(self) -> int:
@@ -124,7 +123,8 @@ class Run:
         algorithm, seed = self.recipe.algorithm, self.recipe.seed
         turn = (step - 1) * algorithm.resample_rounds + number
         indices = self._other_sampler.indices(turn, algorithm.prompts_per_step)
-        places = [self._sampled_here(step)[position][0] for position in positions]
+        here = self._sampled_here(step)
+        places = [here[position][0] for position in positions]
         keys = [draw_key(seed, f"resample {number}", step, place) for place in places]
         return self._encode([indices[place] for place in places]), keys
 

@@ -1,6 +1,7 @@
 """Fixtures of all tests."""
 
 import inspect
+import sys
 
 import pytest
 from hypothesis import settings
@@ -37,6 +38,21 @@ def pytest_pyfunc_call(pyfuncitem):
 
 
 _RANKS = pytest.StashKey[Ranks]()
+
+
+@pytest.fixture(autouse=True)
+def own_process(request):
+    """Megatron's patches, which change what transformers computes, stay out of the tests' own process: an import, or an
+    answer of a rank whose class lies beside one, would bring them in."""
+    clean = _PATCHES not in sys.modules
+    yield
+    if clean and _PATCHES in sys.modules and not request.node.get_closest_marker("gpu"):
+        pytest.fail(
+            f"{_PATCHES} was imported into the tests' own process: what compares with transformers is wrong now"
+        )
+
+
+_PATCHES = "megarl.platform.prepare"
 
 
 @pytest.fixture(scope="session")

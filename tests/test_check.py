@@ -213,6 +213,10 @@ def test_refusal(capsys, arguments, message):
             ["parallel.tensor_model_parallel_size=8"],
             "parallel.tensor_model_parallel_size = 8: should divide num_attention_heads = 4",
         ),
+        (
+            ["algorithm.perception.coefficient=0.1"],
+            "algorithm.perception.coefficient = 0.1: should be 0, since a qwen3 reads text alone",
+        ),
     ],
 )
 def test_refusal_of_a_model_without_a_tower(capsys, overrides, message):
@@ -296,7 +300,8 @@ def test_experts_that_divide(mixture, config):
 
 @pytest.mark.parametrize("name", ["expert_model_parallel_size", "expert_tensor_parallel_size"])
 def test_a_dense_model_has_no_experts(capsys, name):
-    assert main([DIGITS, f"parallel.{name}=2", "--world-size", "2"]) == 2
+    layout = f"parallel.{name}=2", "parallel.tensor_model_parallel_size=2"
+    assert main([DIGITS, *layout, "--world-size", "2"]) == 2
     assert capsys.readouterr().err == (
         f"megarl: error: parallel.{name} = 2: should be 1, since a qwen3_vl has no experts\n"
     )
@@ -506,6 +511,19 @@ def test_a_reference_of_other_sizes_is_refused(tmp_path, config):
         f"algorithm.reference = {wide!r} has text_config.intermediate_size = 512: should be 256, as the policy's"
     )
     assert main([DIGITS, f"algorithm.reference={wide}"]) == 2
+
+
+@pytest.mark.parametrize(
+    "key, value", [("num_hidden_layers", 3), ("rms_norm_eps", 1e-3), ("tie_word_embeddings", True)]
+)
+def test_a_reference_that_reads_text_alone(tmp_path, key, value):
+    """Its sizes stand at the top of its configuration."""
+    values = load_recipe(str(Path(DIGITS).with_name("largest_digit.yaml"))).model.config
+    ours = hf_config(None, values)
+    hf_config(None, {**values, key: value}).save_pretrained(tmp_path)
+    assert getattr(ours, key) != value
+    with pytest.raises(UserError, match=f"has {key} = {value}: should be {getattr(ours, key)}, as the policy's"):
+        check_reference(str(tmp_path), ours)
 
 
 def test_a_reference_that_is_no_checkpoint_is_refused(config):

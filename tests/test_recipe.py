@@ -482,6 +482,26 @@ TINY = "model.tiny_processor"
         ),
         (
             MINIMAL,
+            ["algorithm={kl_in: reward, kl_coefficient: 0.1}"],
+            "algorithm.advantage = 'group_std', algorithm.kl_in = 'reward': where a group's answers earn the same, ",
+        ),
+        (
+            MINIMAL,
+            ["algorithm={advantage: batch_std, resample_rounds: 1}"],
+            "algorithm.advantage = 'batch_std', algorithm.resample_rounds = 1: a group whose rewards are equal teaches",
+        ),
+        (
+            MINIMAL,
+            ["algorithm={router_replay: true, perception: {coefficient: 0.01}}"],
+            "algorithm.router_replay = True, algorithm.perception.coefficient = 0.01: the engine chose its experts ",
+        ),
+        (
+            MINIMAL,
+            ["algorithm={surrogate: none, kl_coefficient: 1, resample_rounds: 1}"],
+            "algorithm.surrogate = 'none', algorithm.resample_rounds = 1: there is no policy gradient",
+        ),
+        (
+            MINIMAL,
             ["environment.overlong_buffer=9"],
             "environment.overlong_buffer = 9, rollout.max_new_tokens = 8: the buffer is a part",
         ),
@@ -593,7 +613,7 @@ def test_conflict(write, text, overrides, message):
         ["algorithm={reference: teacher, surrogate: none, kl_coefficient: 1, kl_estimator: k2}"],
         ["algorithm.perception={coefficient: 0.01, entropy_coefficient: 0.03, masked_entropy_coefficient: 0.03}"],
         ["algorithm={ratio: sequence, correction: {level: geometric, bound: mask, low: 0.5, drop_max: 3}}"],
-        ["algorithm={kl_in: reward, kl_coefficient: 0.01, kl_estimator: k1, reference_every: 5}"],
+        ["algorithm={advantage: leave_one_out, kl_in: reward, kl_coefficient: 0.01, reference_every: 5}"],
         ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
     ],
 )
@@ -625,6 +645,18 @@ def test_data_parallel_size(write):
             4,
             "parallel.expert_model_parallel_size = 2, parallel.expert_tensor_parallel_size = 3: their product should "
             "divide the world size, which is 4",
+        ),
+        (
+            ["parallel.expert_tensor_parallel_size=2"],
+            2,
+            "parallel.expert_tensor_parallel_size = 2, parallel.tensor_model_parallel_size = 1: the first should "
+            "divide the second",
+        ),
+        (
+            ["rollout.parallel.expert_tensor_parallel_size=2"],
+            2,
+            "rollout.parallel.expert_tensor_parallel_size = 2, rollout.parallel.tensor_model_parallel_size = 1: the "
+            "first should divide the second",
         ),
         (
             ["parallel.expert_model_parallel_size=3", "parallel.context_parallel_size=2"],

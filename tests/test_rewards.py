@@ -7,6 +7,7 @@ import torch
 
 from tests.distributed import lazy
 
+credit = lazy("megarl.training.credit")
 rewards = lazy("megarl.rewards")
 engine = lazy("megarl.rollout.engine")
 exact_match = lazy("megarl.environments.exact_match")
@@ -54,6 +55,14 @@ def test_overlong(prompts):
     assert [sample.trainable for sample in batch.samples] == [True, False, True, True]
     assert batch.rewards.tolist() == pytest.approx([1.1, -0.5, -0.15, 0.0])
     assert batch.metrics()["reward/mean"] == pytest.approx(0.45 / 4)
+
+
+@pytest.mark.ranks(1)
+def test_components_that_add_up_to_the_same(prompts):
+    """Such a group teaches nothing where components are summed, and something where they are weighed one by one."""
+    samples = [credit.Sample(None, None, parts) for parts in ((1.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 0.0))]
+    for by_component, expected in ((False, [True, True]), (True, [False, True])):
+        assert rewards.Batch([], [], [], samples, 2, by_component).constant.tolist() == expected
 
 
 @pytest.mark.ranks(1)

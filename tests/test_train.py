@@ -431,11 +431,11 @@ def test_folder_of_another_recipe(finished, recipe, tmp_path):
 
 
 def test_unsupported_architecture(recipe, tmp_path):
-    folder = tmp_path / "llama"
+    folder = tmp_path / "mistral"
     build_tiny_processor(folder, tiny.ALPHABET, 128, 4, 2, 2, 256, 256)
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
+    (folder / "config.json").write_text(json.dumps({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}))
     line = commands.fork(tmp_path, recipe, f"run_dir={tmp_path / 'run'}", *from_folder(folder)).refusal()
-    assert "llama" in line.lower() and "qwen3_vl" in line
+    assert "mistral" in line.lower() and "qwen3_vl" in line
 
 
 def test_no_checkpoint(recipe, tmp_path):

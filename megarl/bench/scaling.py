@@ -43,7 +43,7 @@ def measure(options, layouts=LAYOUTS) -> list[Line]:
         if name == "data parallel":
             before, after = measured.imbalance
             lines.append(Line(f"largest over mean cost, {title}: exchanged, as drawn", "ratio", after, before))
-        if name == "context parallel":
+        if measured.vision_seconds is not None:
             spread, replicated = measured.vision_seconds
             lines.append(
                 Line(
@@ -53,6 +53,7 @@ def measure(options, layouts=LAYOUTS) -> list[Line]:
                     1e3 * replicated,
                 )
             )
+        if name == "context parallel":
             packed, padded = measured.padding
             lines.append(Line(f"padding, {title}: packed rows, one padded batch", "%", 100 * packed, 100 * padded))
     return lines

@@ -22,7 +22,7 @@ from megarl.data.sampler import shard
 from megarl.media.item import EncodedPrompt
 from megarl.models.build import Policy, load_policy
 from megarl.options import model_options, rl_optimizer
-from megarl.packing.cost import CostModel, StackCost
+from megarl.packing.cost import CostModel
 from megarl.packing.rows import PackedRow, TokenSequence, pack
 from megarl.parallel import context
 from megarl.platform import launch
@@ -62,7 +62,7 @@ def measure(policy: Policy, trainer: Trainer, tokens_per_row: int, rounds: int) 
         rounds: each figure is the median of so many.
     """
     model = policy.model
-    cost = CostModel(StackCost.of(model.language_model.config), StackCost.of(model.tower_config))
+    cost = CostModel.of(model.language_model.config, model.tower_config)
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     batch = skewed_batch(policy, tokens_per_row)
     places = shard(range(len(batch)), rank, ranks)
@@ -73,9 +73,8 @@ def measure(policy: Policy, trainer: Trainer, tokens_per_row: int, rounds: int) 
     used, held = sum(map(len, sequences)), sum(row.ids.numel() for row in rows)
     used, held = over_data_parallel(torch.tensor([used, held])).tolist()
     lengths = [r.prompt.ids.numel() + r.ids.numel() for group in batch for r in group]
-    vision = None
-    if context.group().size() > 1:
-        media = [group[0] for group in batch if group[0].prompt.items]
+    vision, media = None, [group[0] for group in batch if group[0].prompt.items]
+    if media and context.group().size() > 1:
         media_rows = pack(
             [TokenSequence(one.prompt, one.ids) for one in media],
             tokens_per_row,
@@ -96,15 +95,15 @@ def measure(policy: Policy, trainer: Trainer, tokens_per_row: int, rounds: int) 
 
 def skewed_batch(policy: Policy, tokens_per_row: int) -> list[list[Rollout]]:
     """Groups of rollouts, the same on every rank.  A group's usual length is 4 to 256 tokens, every power of two as
-    likely as the next; every fourth prompt has a picture or a video."""
-    model, vision = policy.model, policy.bridge.hf_pretrained.config.vision_config
+    likely as the next; every fourth prompt has a picture or a video, where the model sees them."""
+    model, vision = policy.model, getattr(policy.bridge.hf_pretrained.config, "vision_config", None)
     draws = random.Random(1)
     torch.manual_seed(1)
     side, vocabulary = 4 * model.merge_size, model.language_model.vocab_size
     groups = []
     for number in range(GROUPS):
         prompt = text_prompt(PROMPT_TOKENS, vocabulary)
-        if number % 4 == 0:
+        if vision is not None and number % 4 == 0:
             grid = (8 if number % 8 else 1, side, side * (1 + number // 8))
             prompt = media_prompt(noise_item(f"item {number}", grid, vision), PROMPT_TOKENS, model)
         most = min(_LONGEST, tokens_per_row - prompt.ids.numel())

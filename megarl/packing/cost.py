@@ -41,6 +41,11 @@ class CostModel:
     vision: StackCost | None
     """None where the model reads text alone."""
 
+    @classmethod
+    def of(cls, language: Any, tower: Any | None) -> "CostModel":
+        """From the two configs, in the names of Megatron's TransformerConfig."""
+        return cls(StackCost.of(language), None if tower is None else StackCost.of(tower))
+
     def sequence(self, sequence: TokenSequence) -> float:
         """Language model alone; causal, so a token sees half of the sequence."""
         return self.language.operations(len(sequence), len(sequence) / 2)

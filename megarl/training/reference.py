@@ -52,7 +52,7 @@ class ReferencePolicy:
         for name, parameter in self._model.named_parameters():
             if name in self.weights:
                 kept = self.weights[name]
-                present = parameter.to(kept.device, copy=True)
+                present = parameter.clone()
                 parameter.copy_(kept)
                 kept.copy_(present)
 

@@ -1,9 +1,11 @@
 """What docs/adding-a-model.md asks of a family, run for each one that is registered: a new entry is checked at once."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megarl.errors import PromptError, UserError
 from megarl.models.families import FAMILIES
@@ -124,6 +126,45 @@ def test_continuation(ranks, folder, sequences, layout, tmp_path):
     assert [norm for norm, _ in again] == pytest.approx([norm for norm, _ in results], rel=1e-4)
     assert weights.keys() == again_weights.keys()
     assert max(float((weights[name] - again_weights[name]).abs().max()) for name in weights) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - MEASURED_ELSEWHERE), indirect=True, scope="module")
+def test_engines_in_another_layout(ranks, folder, encoded, sequences):
+    """Weights trained on two data-parallel ranks are resharded to one engine, every tensor bit for bit: engine =
+    trainer, before and after an update."""
+    engines = Layout(2, 2)
+    for differences in ranks.run(_resharded, folder, list(encoded.values()), sequences, engines, **Layout(2, 1).job):
+        assert max(differences) < LOG_PROBS
+
+
+def _resharded(folder, prompts, sequences, engines):
+    parts = policies.parts(folder, TP1, engines, verify_sync=True)
+    differences = []
+    for _ in range(2):
+        rollouts = [r for group in parts.engine.generate(prompts, policies.sampling(6)) for r in group]
+        scores = policies.score(parts.trainer, [packing.TokenSequence(r.prompt, r.ids) for r in rollouts])
+        differences += [float((r.log_probs - s).abs().max()) for r, s in zip(rollouts, scores, strict=True)]
+        policies.one_update(parts.trainer, sequences)
+        parts.sync()
+    return differences
+
+
+@every_family
+def test_another_checkpoint_as_reference(ranks, family, folder, tmp_path):
+    """`fill` writes every weight of a checkpoint into the module in place, under its names for this family."""
+    other = shutil.copytree(folder, tmp_path / "other")
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: w * 0.9 + 0.01 for name, w in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    for filled, loaded in ranks.run(_filled, folder, other):
+        assert filled.keys() == loaded.keys()
+        assert all(torch.equal(filled[name], weight) for name, weight in loaded.items())
+
+
+def _filled(folder, other):
+    policy = policies.policy(folder)
+    build.fill(policy, other)
+    return policies.weights(policy), policies.weights(policies.policy(other))
 
 
 @every_family
