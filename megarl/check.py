@@ -48,8 +48,16 @@ class ParameterCount:
     def total(self) -> int:
         return self.vision + self.projector + self.language
 
-    def trainable(self, frozen: Sequence[Part]) -> int:
-        return self.total - sum(getattr(self, part) for part in set(frozen))
+    def without(self, frozen: Sequence[Part]) -> "ParameterCount":
+        """Those that are trained."""
+        left = {part: 0 if part in frozen else getattr(self, part) for part in ("vision", "projector", "language")}
+        return ParameterCount(**left, experts=0 if "language" in frozen else self.experts)
+
+    def on_a_rank(self, parallel: ParallelSection, split_tower: bool) -> tuple[int, int]:
+        """Those that expert-parallel ranks do not share, and those that they do."""
+        tensor_parallel = parallel.tensor_model_parallel_size
+        tower = (self.vision + self.projector) // (tensor_parallel if split_tower else 1)
+        return tower + (self.language - self.experts) // tensor_parallel, self.experts // parallel.expert_parallel_size
 
 
 @dataclass(frozen=True)
@@ -184,7 +192,7 @@ def estimate_memory(
     """Bytes on one rank; the CUDA context, NCCL, graphs and fragmentation come on top.
 
     Weights count as split evenly over the tensor-parallel ranks, those of experts over the ranks that share these;
-    those that are not (norms, routers) are small.  Gradients are float32.  The optimizer's state is sharded over the
+    those that are not (norms, routers) are small, but for a tower that each rank has whole.  Gradients are float32.  The optimizer's state is sharded over the
     ranks that hold the same weights, of which those of context parallelism are not counted: two moments, and beside
     bfloat16 weights float32 masters; float32 weights are their own masters.  Activations are those of the engine's
     largest step, one layer at a time, and of a row full of media: upper bounds.
@@ -193,11 +201,9 @@ def estimate_memory(
     item, tensor_parallel = ITEM_BYTES[dtype], recipe.parallel.tensor_model_parallel_size
     sequence_parallel = recipe.parallel.sequence_parallel
     parallel = recipe.parallel
-    expert_shard = parameters.experts // parallel.expert_parallel_size
-    shard, engine = _shard(parameters, parallel), recipe.engine_parallel
-    trained_experts = 0 if "language" in recipe.model.freeze else parameters.experts
-    trained = (parameters.trainable(recipe.model.freeze) - trained_experts) // tensor_parallel
-    trained_expert_shard = expert_shard if trained_experts else 0
+    split_tower, engine = FAMILIES[config.model_type].split_tower, recipe.engine_parallel
+    shard = sum(parameters.on_a_rank(parallel, split_tower))
+    trained, trained_expert_shard = parameters.without(recipe.model.freeze).on_a_rank(parallel, split_tower)
     copies, expert_copies = parallel.data_parallel_size(world_size), world_size // parallel.expert_parallel_size
     moments_and_masters = 12 if dtype == "bfloat16" else 8
     state = moments_and_masters * trained // copies + moments_and_masters * trained_expert_shard // expert_copies
@@ -215,13 +221,14 @@ def estimate_memory(
     activations += 2 * 4 * training.log_prob_chunk * vocabulary  # float32 logits and their gradient
     if vision is not None and "vision" not in recipe.model.freeze:
         patches = row * config.vision_config.spatial_merge_size**2
-        activations += vision.layers * layer_activations(vision, patches, item, tensor_parallel, False)
+        sharing = tensor_parallel if split_tower else 1
+        activations += vision.layers * layer_activations(vision, patches, item, sharing, False)
     if recipe.algorithm.perception.coefficient > 0:
         activations *= 2  # of a row and of its twin
 
     return Memory(
         weights=item * shard,
-        engine_weights=0 if rollout.parallel is None else item * _shard(parameters, engine),
+        engine_weights=0 if rollout.parallel is None else item * sum(parameters.on_a_rank(engine, split_tower)),
         gradients=4 * trained,
         optimizer_state=state,
         reference_snapshot=_reference(recipe, item * shard, item * trained),
@@ -245,12 +252,6 @@ def _reference(recipe: Recipe, whole: int, trained: int) -> int:
     if recipe.algorithm.reference is not None:
         return whole
     return trained if recipe.algorithm.kl_coefficient > 0 else 0
-
-
-def _shard(parameters: ParameterCount, parallel: ParallelSection) -> int:
-    """Parameters on one rank."""
-    whole = (parameters.total - parameters.experts) // parallel.tensor_model_parallel_size
-    return whole + parameters.experts // parallel.expert_parallel_size
 
 
 def check_kv_cache(recipe: Recipe, config: "PreTrainedConfig", dtype: str) -> None:

@@ -4,6 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from megarl.errors import UserError
+from megarl.models.families import FAMILIES
 from megarl.models.hf_config import key_of
 from megarl.recipe import ParallelSection
 
@@ -17,7 +18,7 @@ def check_heads(config: "PreTrainedConfig", tensor_parallel: int, section: str =
     text, vision = config.get_text_config(), getattr(config, "vision_config", None)
     asked = f"{section}.tensor_model_parallel_size = {tensor_parallel}"
     counts = {key_of(config, "num_attention_heads"): text.num_attention_heads}
-    if vision is not None:
+    if vision is not None and FAMILIES[config.model_type].split_tower:
         counts["vision_config.num_heads"] = vision.num_heads
     for key, heads in counts.items():
         if heads % tensor_parallel:

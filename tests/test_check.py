@@ -483,6 +483,14 @@ def test_memory_with_a_frozen_tower(config):
     assert memory.activations_training == 2 * LANGUAGE * 4096 * 2 + LOGITS
 
 
+def test_a_tower_that_is_not_split():
+    count = ParameterCount(vision=800, projector=200, language=5000, experts=1000)
+    parallel = digits("parallel.tensor_model_parallel_size=2", "parallel.expert_model_parallel_size=2").parallel
+    assert count.on_a_rank(parallel, split_tower=True) == (500 + 2000, 500)
+    assert count.on_a_rank(parallel, split_tower=False) == (1000 + 2000, 500)
+    assert count.without(["vision", "language"]) == ParameterCount(0, 200, 0)
+
+
 def test_kv_cache_blocks(config):
     """64 tokens x 2 layers x (key and value) x 64 x 2 bytes = 32 KiB; one block is the engine's."""
     assert kv_cache_blocks(digits(), config, "bfloat16") == 256 * MIB // (32 * KIB) - 1

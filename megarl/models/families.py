@@ -20,6 +20,8 @@ class Family:
     """Rotary positions of a prompt: a function of the config that gives a `megarl.media.expand.PositionRule`."""
     processor: str | None = None
     """The class in transformers that prepares its pictures and videos; None where it reads text alone."""
+    split_tower: bool = True
+    """Tensor-parallel ranks share the matrices of its vision tower; else each has the whole tower."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Beginnings of parameter names in transformers' model, and what a checkpoint has in their place."""
     rope_types: tuple[str, ...] = ("default",)
@@ -73,6 +75,7 @@ FAMILIES = {
             model="megarl.models.qwen25_vl.model:Qwen25VL",
             positions="megarl.models.qwen25_vl.positions:position_rule",
             processor="Qwen2_5_VLProcessor",
+            split_tower=False,
             renamed={"model.visual.": "visual.", "model.language_model.": "model."},
             fixed={"hidden_act": "silu", "use_sliding_window": False},
         ),
