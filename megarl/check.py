@@ -192,10 +192,10 @@ def estimate_memory(
     """Bytes on one rank; the CUDA context, NCCL, graphs and fragmentation come on top.
 
     Weights count as split evenly over the tensor-parallel ranks, those of experts over the ranks that share these;
-    those that are not (norms, routers) are small, but for a tower that each rank has whole.  Gradients are float32.  The optimizer's state is sharded over the
-    ranks that hold the same weights, of which those of context parallelism are not counted: two moments, and beside
-    bfloat16 weights float32 masters; float32 weights are their own masters.  Activations are those of the engine's
-    largest step, one layer at a time, and of a row full of media: upper bounds.
+    those that are not (norms, routers) are small, but for a tower that each rank has whole.  Gradients are float32.
+    The optimizer's state is sharded over the ranks that hold the same weights, of which those of context parallelism
+    are not counted: two moments, and beside bfloat16 weights float32 masters; float32 weights are their own masters.
+    Activations are those of the engine's largest step, one layer at a time, and of a row full of media: upper bounds.
     """
     rollout, training = recipe.rollout, recipe.training
     item, tensor_parallel = ITEM_BYTES[dtype], recipe.parallel.tensor_model_parallel_size
