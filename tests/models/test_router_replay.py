@@ -180,12 +180,12 @@ def _score(checkpoint, sequences):
 
 
 def test_reference_policy_routes_freely(ranks, moved_checkpoint, recorded, expected):
-    ((scored, metrics),) = ranks.run(_scored_by_step, moved_checkpoint, recorded)
+    ((trainer, reference, scoring, metrics),) = ranks.run(_scored_by_step, moved_checkpoint, recorded)
     scores, _, rerouted, free = expected
     for index in range(len(recorded)):
-        assert float((scored.trainer[index] - scores[index]).abs().max()) < 1e-5
-        assert float((scored.reference[index] - free[index]).abs().max()) < 1e-5
-    assert scored.metrics == {"mismatch/routing": pytest.approx(rerouted, abs=1e-3)}
+        assert float((trainer[index] - scores[index]).abs().max()) < 1e-5
+        assert float((reference[index] - free[index]).abs().max()) < 1e-5
+    assert scoring == {"mismatch/routing": pytest.approx(rerouted, abs=1e-3)}
     assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-5)  # updates replay what scoring did
 
 
@@ -198,7 +198,8 @@ def _scored_by_step(checkpoint, sequences):
     samples = [grpo.Sample(s, torch.zeros(s.completion.numel()), (1.0,)) for s in sequences]
     step = grpo.PolicyStep(trainer, reference_policy.ReferencePolicy(policy.model), options, tiny.MERGE)
     scored = step.score(samples)
-    return scored, step.update(samples, scored, step.credit(samples, scored))
+    metrics = step.update(samples, scored, step.credit(samples, scored))
+    return scored.trainer, scored.reference, scored.metrics, metrics
 
 
 def test_routers_belong_to_their_model(ranks, mixture_checkpoint, checkpoint, recorded):
