@@ -3,11 +3,15 @@
 import json
 import shutil
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
@@ -17,8 +21,9 @@ from megarl.training.manifest import Entry
 from megarl.training.trainer import Trainer
 
 _PROGRESS = "progress.json"
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""Given as a copy: Megatron writes process groups into it."""
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+"""Tensors are named after their weights, whatever the layout.  Given as a copy: Megatron writes process groups into
+it."""
 
 
 class CheckpointWriter:
@@ -115,20 +120,73 @@ class _Writing(threading.Thread):
         dist.barrier()
 
 
+def _refuse_other_state(wanted: dict, checkpoint: Path) -> None:
+    saved = dist_checkpointing.load_tensors_metadata(str(checkpoint))
+    tensors, *_ = load_preprocess(wanted)
+    for tensor in nested_values(tensors):
+        if not isinstance(tensor, ShardedTensor):
+            continue
+        if tensor.key not in saved:
+            what = "optimizer state" if tensor.key.startswith("optimizer.") else "weights"
+            raise UserError(f"{checkpoint} misses {what}: it has no {tensor.key}")
+        shape, here = tuple(saved[tensor.key].global_shape), tuple(tensor.global_shape)
+        if shape != here and not tensor.allow_shape_mismatch:
+            raise UserError(f"{checkpoint} is of another architecture: {tensor.key} is {shape}, and {here} here")
+
+
+def _optimizer_state(own: dict | list[dict], loaded: dict) -> dict | list[dict]:
+    """What Megatron's optimizers of this layout take: experts that ranks share have an optimizer of their own, so how
+    many there are, and how weights are grouped in each, is of the layout, and comes from `own`, the optimizers' present
+    state.  The tensors and the number of updates are the checkpoint's."""
+    updates = max(_updates(loaded), default=None)
+
+    def filled(part: dict, tensors: dict) -> dict:
+        groups = part["optimizer"]["param_groups"]
+        if updates is not None:
+            groups = [{**group, "step": updates} for group in groups]
+        found = {key: tensors[key] for key in ("param_state", "param_state_sharding_type")}
+        return {**part, "optimizer": {**part["optimizer"], "param_groups": groups}, **found}
+
+    if isinstance(own, list):
+        return [filled(part, loaded[number]) for number, part in enumerate(own)]
+    return filled(own, loaded)
+
+
+def _updates(loaded: dict) -> Iterator[float]:
+    """Of each group of weights, in optimizers side by side or in the only one."""
+    for key, value in loaded.items():
+        if key == "optimizer":
+            yield from (group["step"] for group in value["param_groups"] if group.get("step") is not None)
+        elif isinstance(key, int):
+            yield from _updates(value)
+
+
 def read_progress(checkpoint: Path) -> dict:
     """What `CheckpointWriter.save` was given."""
     return json.loads((checkpoint / _PROGRESS).read_text())
 
 
 def load(checkpoint: Path, trainer: Trainer) -> None:
-    """Fills weights, optimizer and schedule in place, also where fewer or more ranks saved them.  Experts that ranks
-    share have an optimizer of their own in Megatron, so a state saved with them is none for whole experts, and the
-    other way round.  Collective."""
-    state = dist_checkpointing.load(_state(trainer, is_loading=True), str(checkpoint))
+    """Fills weights, optimizer and schedule in place, also where fewer or more ranks saved them, or ranks that shared
+    experts otherwise.  Collective.
+
+    Raises:
+        UserError: the checkpoint has no state for some weight, or one of another shape.
+    """
+    wanted = _state(trainer, is_loading=True)
+    _refuse_other_state(wanted, checkpoint)
+    state = dist_checkpointing.load(wanted, str(checkpoint))
     trainer.model.load_state_dict(state["model"])
-    trainer.optimizer.load_state_dict(state["optimizer"])
+    trainer.optimizer.load_state_dict(_optimizer_state(trainer.optimizer.state_dict(), state["optimizer"]))
     trainer.scheduler.num_steps = 0  # Megatron's scheduler adds the saved steps to those it has made
     trainer.scheduler.load_state_dict(state["scheduler"])
+
+
+def dtype(checkpoint: Path) -> str:
+    """Of the weights: `float32` or `bfloat16`."""
+    tensors = dist_checkpointing.load_tensors_metadata(str(checkpoint))
+    weight = next(tensor for name, tensor in tensors.items() if not name.startswith("optimizer."))
+    return str(weight.dtype).removeprefix("torch.")
 
 
 def save_weights(folder: Path, model) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megarl.errors import UserError
-from megarl.observe.files import replacing
+from megarl.observe.files import replacing, sync_file, sync_folder
 from megarl.training import manifest
 from megarl.training.manifest import Damaged, Entry, Manifest
 
@@ -36,10 +36,21 @@ class Retention:
         return {*newest[: self.last], *best[: self.best]}
 
 
+def name_of(phase: str, step: int) -> str:
+    """Of the checkpoint after a step of a phase."""
+    return f"{phase}_{step:06d}"
+
+
 def latest(folder: Path) -> Path | None:
     """The newest checkpoint, its manifest read and its files not; None where there is none."""
     found, _ = _look(folder)
     return max(found, key=lambda path: found[path].number, default=None)
+
+
+def names(folder: Path) -> list[str]:
+    """Of the checkpoints, from the oldest."""
+    found, _ = _look(folder)
+    return [path.name for path in sorted(found, key=lambda path: found[path].number)]
 
 
 def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
@@ -86,10 +97,10 @@ def publish(folder: Path, name: str, score: float | None, files: dict[str, Entry
     written = seal(partial, files, number, score)
     shutil.rmtree(folder / name, ignore_errors=True)
     partial.rename(folder / name)
-    manifest.sync_folder(folder)
+    sync_folder(folder)
     with replacing(folder / _LATEST) as file:
         file.write(name.encode())
-    manifest.sync_folder(folder)
+    sync_folder(folder)
     found[folder / name] = written
     for path in [path for path in folder.iterdir() if path.is_dir()]:
         if path not in keep.keeps(found):
@@ -105,7 +116,7 @@ def seal(folder: Path, files: dict[str, Entry], number: int = 1, score: float | 
     """
     others = [path for path in folder.iterdir() if path.name not in files]
     for path in others:
-        manifest.sync_file(path)
+        sync_file(path)
     written = Manifest(number, score, {**files, **{path.name: Entry.of(path) for path in others}})
     written.write(folder)
     return written

@@ -6,12 +6,11 @@ the checkpoint, files beside Megatron's are not covered, and sizes are not told.
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.observe.files import replacing
+from megarl.observe.files import replacing, sync_folder
 
 NAME = "manifest.json"
 
@@ -95,18 +94,3 @@ class Manifest:
 def _sealed(body: str) -> bytes:
     """The body, and a last line that tells whether it is whole."""
     return f"{body}\n{hashlib.sha256(body.encode()).hexdigest()}".encode()
-
-
-def sync_file(path: Path) -> None:
-    """Returns when the file's content is on disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Returns when what was made, renamed and removed in the folder is on disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
