@@ -563,6 +563,10 @@ def _check_expert_ranks(recipe: Recipe, world_size: int) -> None:
         )
 
 
+_SECRET = re.compile(r"oc\.env:\s*\w*(?:TOKEN|SECRET|PASSWORD|CREDENTIAL|KEY)\w*", re.IGNORECASE)
+"""A variable of the environment that an interpolation would make readable."""
+
+
 class _Layer(NamedTuple):
     """One file or one override; later layers win."""
 
@@ -578,6 +582,9 @@ def load_recipe(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Recip
     """
     layers = list(_file_layers(Path(path), chain=(), seen=set()))
     layers += [_override_layer(text) for text in overrides]
+    for layer in layers:
+        if secret := _SECRET.search(OmegaConf.to_yaml(layer.values)):
+            raise UserError(f"{secret[0]} in {layer.source}: the recipe is written into run folders, secrets are not")
     try:
         merged = OmegaConf.merge(*(layer.values for layer in layers))
         values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)

@@ -45,9 +45,9 @@ class Session:
         folder = Path(recipe.run_dir)
         ranks = start_ranks()
         if self._main:
+            (folder / _CONTINUE).unlink(missing_ok=True)
             refuse_other_recipe(recipe, folder)
             prepare_data(recipe)
-            (folder / _CONTINUE).unlink(missing_ok=True)
         ranks.broadcast(None)  # the others wait for rank 0
         self._checkpoints, self._reference_folder = folder / "checkpoints", folder / "reference"
         self._newest, self._said = checkpoint_folder.newest_whole(self._checkpoints)
@@ -201,6 +201,7 @@ class Session:
         folder = self.run.folder / "not_finite"
         rows = self._rollout_rows(batch, scored)
         write_rollouts(folder / f"step_{step}.rank_{dist.get_rank()}.jsonl", rows)
+        self._writer.wait()
         dist.barrier()  # every rank has written: the first that fails ends the others
         raise UserError(
             f"step {step}: loss or gradients were not finite in {self._skipped} steps in a row and limits."
@@ -241,10 +242,9 @@ class Session:
         every, most = self._recipe.observe.save_rollouts_every, self._recipe.observe.max_saved_rollouts
         if not self._main or not every or step % every or not most:
             return
-        rows = self._rollout_rows(batch, scored)[:most]
-        write_rollouts(self.run.folder / "rollouts" / f"step_{step}.jsonl", rows)
+        write_rollouts(self.run.folder / "rollouts" / f"step_{step}.jsonl", self._rollout_rows(batch, scored, most))
 
-    def _rollout_rows(self, batch: Batch, scored: Scored) -> list[RolloutRow]:
+    def _rollout_rows(self, batch: Batch, scored: Scored, most: int | None = None) -> list[RolloutRow]:
         tokenizer = self.run.processor.tokenizer
         return [
             RolloutRow(
@@ -261,9 +261,9 @@ class Session:
                 engine_logprobs=rollout.log_probs.tolist(),
                 trainer_logprobs=trainer.tolist(),
             )
-            for rollout, text, score, sample, trainer in zip(
-                batch.rollouts, batch.texts, batch.scores, batch.samples, scored.trainer, strict=True
-            )
+            for rollout, text, score, sample, trainer in list(
+                zip(batch.rollouts, batch.texts, batch.scores, batch.samples, scored.trainer, strict=True)
+            )[:most]
         ]
 
     def _seconds(self) -> float:

@@ -141,6 +141,18 @@ def test_interpolation(write):
     assert load_recipe(write("a.yaml", MINIMAL + "run_dir: runs/${steps}\n")).run_dir == "runs/10"
 
 
+def test_secrets_of_the_environment_stay_there(write, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abc")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    path = write("a.yaml", MINIMAL)
+    assert load_recipe(path, ["run_dir=${oc.env:SCRATCH}/run"]).run_dir == "/scratch/run"
+    with pytest.raises(
+        UserError, match="oc.env:HF_TOKEN in override .*: the recipe is written into run folders"
+    ) as said:
+        load_recipe(path, ["run_dir=${oc.env:HF_TOKEN}"])
+    assert "hf_abc" not in str(said.value)
+
+
 # Round trip
 
 

@@ -106,18 +106,24 @@ class _Writing(threading.Thread):
     def finish(self, keep: Retention) -> None:
         if self.ident is not None:
             self.join()
+        self._refuse_failed()
+        for function in self._request.finalize_fns:
+            function()
+        files = {name: entry for part in gathered(self._files) for name, entry in part.items()}
+        if dist.get_rank() == 0:
+            try:
+                (self._partial / _PROGRESS).write_text(json.dumps(self._progress))
+                publish(self._folder, self.checkpoint, self._score, files, keep)
+            except OSError as error:
+                self._error = f"{error.filename or self._partial}: {error.strerror}"
+        self._refuse_failed()
+
+    def _refuse_failed(self) -> None:
         error = next(filter(None, gathered(self._error)), None)
         if error is not None:
             if dist.get_rank() == 0:
                 shutil.rmtree(self._partial, ignore_errors=True)  # a full disk has room for a last word
             raise UserError(f"checkpoint {self.checkpoint} was not saved: {error}; those before it are whole")
-        for function in self._request.finalize_fns:
-            function()
-        files = {name: entry for part in gathered(self._files) for name, entry in part.items()}
-        if dist.get_rank() == 0:
-            (self._partial / _PROGRESS).write_text(json.dumps(self._progress))
-            publish(self._folder, self.checkpoint, self._score, files, keep)
-        dist.barrier()
 
 
 def _refuse_other_state(wanted: dict, checkpoint: Path) -> None:

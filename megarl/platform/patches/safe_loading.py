@@ -66,13 +66,16 @@ def _index_of_listed_types() -> None:
 
 def _objects_of_listed_types() -> None:
     import torch
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint import default_planner
 
     def load_bytes(self, read_item, value):
-        assert not self.flatten_state_dict  # Megatron's planner never does
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        name, loaded = read_item.dest_index.fqn, torch.load(value, weights_only=True)
+        if self.flatten_state_dict:
+            default_planner.set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
 
-    DefaultLoadPlanner.load_bytes = load_bytes
+    default_planner.DefaultLoadPlanner.load_bytes = load_bytes
 
 
 PATCHES = [
