@@ -81,7 +81,9 @@ def _of_type(recipe: Recipe, dtype: str) -> Recipe:
 
 def _refuse_unloadable(folder: Path) -> None:
     from transformers import AutoModelForImageTextToText
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     _, found = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto", output_loading_info=True)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if found.get(kind):

@@ -52,8 +52,6 @@ class Session:
         self._checkpoints, self._reference_folder = folder / "checkpoints", folder / "reference"
         self._newest, self._said = checkpoint_folder.newest_whole(self._checkpoints)
         self.run = build_run(recipe, folder, ranks)
-        if self._main:
-            keep_recipe(recipe, folder)
         self.sampling = sampling_options(recipe, self.run.stop_ids)
         minutes = recipe.limits.no_progress_minutes
         self._watchdog = Watchdog(minutes and 60 * minutes)
@@ -65,6 +63,8 @@ class Session:
         self._stopped = False
         self._progress = Progress(recipe.steps) if self._main else NullProgress()
         self._resume()
+        if self._main:
+            keep_recipe(recipe, folder)
         self._log = MetricsLog(folder, self._step if self._phase == _RL else -1) if self._main else None
 
     def __enter__(self) -> "Session":

@@ -150,8 +150,12 @@ def _optimizer_state(own: dict | list[dict], loaded: dict) -> dict | list[dict]:
         groups = part["optimizer"]["param_groups"]
         if updates is not None:
             groups = [{**group, "step": updates} for group in groups]
-        found = {key: tensors[key] for key in ("param_state", "param_state_sharding_type")}
-        return {**part, "optimizer": {**part["optimizer"], "param_groups": groups}, **found}
+        return {
+            **part,
+            "optimizer": {**part["optimizer"], "param_groups": groups},
+            "param_state": tensors["param_state"],
+            "param_state_sharding_type": _METADATA["distrib_optim_sharding_type"],
+        }
 
     if isinstance(own, list):
         return [filled(part, loaded[number]) for number, part in enumerate(own)]

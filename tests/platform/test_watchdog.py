@@ -12,7 +12,7 @@ dog.enter('rollout', 3)
 """
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_one_rank_stands_still(tmp_path, culprit):
     """Its peer waits in a collective; the line names the rank that is behind, and both show their stacks."""
     result, seconds = job(
@@ -28,6 +28,7 @@ def test_one_rank_stands_still(tmp_path, culprit):
     assert "in forget_to_return" in result.err[behind:] and "dist.barrier()" in result.err[ahead:]
 
 
+@pytest.mark.slow
 def test_signs_of_life(tmp_path):
     """Long phases, each of which shows that it goes on."""
     result, seconds = job(
@@ -37,6 +38,7 @@ def test_signs_of_life(tmp_path):
     assert seconds > 6 and ours(result) == []
 
 
+@pytest.mark.slow
 def test_alone(tmp_path):
     """One process, without torchrun's store."""
     result, seconds = job(tmp_path, START + "time.sleep(600)", processes=1)
@@ -44,6 +46,7 @@ def test_alone(tmp_path):
     assert seconds < 20
 
 
+@pytest.mark.slow
 def test_interpreter_stands_still(tmp_path):
     """A call that keeps the interpreter's lock: no thread runs, and the timer in C ends the rank."""
     result, seconds = job(

@@ -176,10 +176,10 @@ def test_ranks_agree(ranks, checkpoint, tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Of 3 MB, which is a checkpoint and a half."""
+    """Of 12 MB, which are a few checkpoints."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", folder], capture_output=True).returncode:
         pytest.skip("mounting a tmpfs is not allowed here")
     yield folder
     subprocess.run(["umount", folder], check=True)
@@ -187,9 +187,9 @@ def small_disk(tmp_path):
 
 def _fill(checkpoint, folder, in_background):
     trainer = policies.trainer(policies.policy(checkpoint).model)
-    writer = checkpoints.CheckpointWriter(folder, folders.Retention(), in_background=in_background)
+    writer = checkpoints.CheckpointWriter(folder, folders.Retention(100), in_background=in_background)
     said = []
-    for step in (1, 2, 3):
+    for step in range(1, 100):
         try:
             writer.save(folders.name_of("rl", step), trainer, {"step": step})
             writer.wait()
