@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megarl.errors import UserError
+from megarl.observe.files import sync_folder
 from megarl.training.checkpoint_folder import PARTIAL, Retention, gathered, publish, refuse_damaged, seal
 from megarl.training.manifest import Entry
 from megarl.training.trainer import Trainer
@@ -218,6 +219,7 @@ def save_weights(folder: Path, model) -> None:
         if dist.get_rank() == 0:
             seal(partial, files)
             partial.rename(folder)
+            sync_folder(folder.parent)
     dist.barrier()
 
 
