@@ -6,8 +6,8 @@ import torch
 from megarl.data.generators.digits import write_digits
 from megarl.platform import launch
 from tests import commands, tiny
+from tests.damage import flip
 from tests.test_train import DIGITS
-from tests.training.test_manifest import flip
 
 
 @pytest.fixture(scope="module")

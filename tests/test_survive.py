@@ -16,8 +16,8 @@ import yaml
 
 from megarl.platform import launch
 from tests import commands, tiny
+from tests.damage import flip
 from tests.test_train import LAST_LINE, digits, metrics, recipe, results  # noqa: F401
-from tests.training.test_manifest import flip
 
 STEPS = 5
 

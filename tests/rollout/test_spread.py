@@ -49,7 +49,7 @@ def _rollouts(checkpoint, prompts, keys, layout):
     ids=lambda layout: layout.name,
 )
 def test_interrupted(ranks, checkpoint, prompts, layout):
-    """One rank is asked to stop in mid-rollout, its peer may be done by then: both leave it, and draw it again alike."""
+    """One rank is asked to stop in mid-rollout, its peer may be done by then: both leave it and draw it again alike."""
     for before, interrupted, again, asked in ranks.run(_interrupted, checkpoint, list(prompts.values()), **layout.job):
         assert interrupted is None
         assert again == before and len(before) >= 4

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megarl.errors import UserError
+from tests.damage import flip
 from tests.distributed import lazy
-from tests.training.test_manifest import flip
 
 policies = lazy("tests.policies")
 checkpoints = lazy("megarl.training.checkpoint")

@@ -2,76 +2,78 @@
 
 import pytest
 
-from megarl.training.manifest import Damaged, Entry, Manifest
+from tests.damage import flip
+from tests.distributed import lazy
+
+manifest = lazy("megarl.training.manifest")
+
+pytestmark = pytest.mark.ranks(1)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "weights").write_bytes(bytes(range(256)) * 40)
-    (tmp_path / "progress").write_bytes(b"{}")
-    files = {path.name: Entry.of(path) for path in tmp_path.iterdir()}
-    Manifest(3, 0.5, files).write(tmp_path)
-    return tmp_path
+def _write(folder):
+    (folder / "weights").write_bytes(bytes(range(256)) * 40)
+    (folder / "progress").write_bytes(b"{}")
+    files = {path.name: manifest.Entry.of(path) for path in folder.iterdir()}
+    manifest.Manifest(3, 0.5, files).write(folder)
+    return manifest.Manifest.read(folder)
 
 
-def test_whole(folder):
-    found = Manifest.read(folder)
+def test_whole(tmp_path):
+    found = _write(tmp_path)
     assert (found.number, found.score, set(found.files)) == (3, 0.5, {"weights", "progress"})
-    assert found.fault(folder) is None
-    (folder / "weights.tmp").write_text("what is not listed does not matter")
-    assert found.fault(folder) is None
+    assert found.fault(tmp_path) is None
+    (tmp_path / "weights.tmp").write_text("what is not listed does not matter")
+    assert found.fault(tmp_path) is None
 
 
-def flip(path, place):
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
+def test_damaged_file(tmp_path):
+    """One line, with the file's name."""
+    found, path = _write(tmp_path), tmp_path / "weights"
+    whole = path.read_bytes()
+    for damage, words in (
+        (path.unlink, "is missing"),
+        (lambda: path.write_bytes(whole[:-1]), "has 10239 bytes and should have 10240"),
+        (lambda: path.write_bytes(whole + b"x"), "has 10241 bytes"),
+        (lambda: path.write_bytes(b""), "has 0 bytes"),
+        (lambda: flip(path, 0), "SHA-256 differs"),
+        (lambda: flip(path, -1), "SHA-256 differs"),
+    ):
+        damage()
+        fault = found.fault(tmp_path)
+        assert str(path) in fault and words in fault and "\n" not in fault
+        path.write_bytes(whole)
+        assert found.fault(tmp_path) is None
 
 
-@pytest.mark.parametrize(
-    "damage, words",
-    [
-        (lambda path: path.unlink(), "is missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "has 10239 bytes and should have 10240"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "has 10241 bytes"),
-        (lambda path: path.write_bytes(b""), "has 0 bytes"),
-        (lambda path: flip(path, 0), "SHA-256 differs"),
-        (lambda path: flip(path, -1), "SHA-256 differs"),
-    ],
-)
-def test_damaged_file(folder, damage, words):
-    damage(folder / "weights")
-    fault = Manifest.read(folder).fault(folder)
-    assert str(folder / "weights") in fault and words in fault and "\n" not in fault
-
-
-def test_every_flipped_bit_of_the_manifest_is_seen(folder):
-    path = folder / "manifest.json"
+def test_every_changed_byte_of_the_manifest_is_seen(tmp_path):
+    _write(tmp_path)
+    path = tmp_path / "manifest.json"
     content = path.read_bytes()
     for place in range(len(content)):
         path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
-        with pytest.raises(Damaged, match="manifest.json is truncated or changed"):
-            Manifest.read(folder)
+        with pytest.raises(manifest.Damaged, match="manifest.json is truncated or changed"):
+            manifest.Manifest.read(tmp_path)
     path.write_bytes(content)
-    Manifest.read(folder)
+    manifest.Manifest.read(tmp_path)
 
 
-def test_every_truncation_of_the_manifest_is_seen(folder):
-    path = folder / "manifest.json"
+def test_every_truncation_of_the_manifest_is_seen(tmp_path):
+    _write(tmp_path)
+    path = tmp_path / "manifest.json"
     content = path.read_bytes()
     for size in range(len(content)):
         path.write_bytes(content[:size])
-        with pytest.raises(Damaged):
-            Manifest.read(folder)
+        with pytest.raises(manifest.Damaged):
+            manifest.Manifest.read(tmp_path)
     path.unlink()
-    with pytest.raises(Damaged, match="is missing"):
-        Manifest.read(folder)
+    with pytest.raises(manifest.Damaged, match="is missing"):
+        manifest.Manifest.read(tmp_path)
 
 
-def test_parts_are_all_of_it(folder):
+def test_parts_are_all_of_it(tmp_path):
     """Ranks share the reading: whatever is damaged, one of them sees it."""
+    found = _write(tmp_path)
     for name in ("weights", "progress"):
-        flip(folder / name, 1)
-        found = Manifest.read(folder)
-        assert sum(found.fault(folder, part, 3) is not None for part in range(3)) == 1
-        flip(folder / name, 1)
+        flip(tmp_path / name, 1)
+        assert sum(found.fault(tmp_path, part, 3) is not None for part in range(3)) == 1
+        flip(tmp_path / name, 1)
