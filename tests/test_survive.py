@@ -105,6 +105,7 @@ def test_stopped_in_a_rollout(short, undisturbed, tmp_path, processes, rank):
     assert_same_run(folder, undisturbed(processes))
 
 
+@pytest.mark.slow
 def test_wall_clock(short, tmp_path):
     """The time is over at the first safe point, which is within the first rollout."""
     arguments = [short, f"run_dir={tmp_path / 'run'}", "warmup=null", "limits.wall_clock_hours=1e-9"]
