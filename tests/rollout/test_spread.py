@@ -1,6 +1,7 @@
 """Rollouts of ranks that share prompts: who samples what, and that all have all of it."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,6 +37,42 @@ def _rollouts(checkpoint, prompts, keys, layout):
     flat = [(r.ids.tolist(), r.log_probs.tolist()) for group in groups for r in group]
     done = engine._engine.completions.count.numel()
     return flat, parallel_state.get_context_parallel_rank(), done
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2, 1),
+        pytest.param(Layout(2, 2, sequence_parallel=True), marks=pytest.mark.slow),
+        pytest.param(Layout(2, 1, context_parallel=2), marks=pytest.mark.slow),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_interrupted(ranks, checkpoint, prompts, layout):
+    """One rank is asked to stop in mid-rollout, its peer may be done by then: both leave it and draw it again alike."""
+    for before, interrupted, again, asked in ranks.run(_interrupted, checkpoint, list(prompts.values()), **layout.job):
+        assert interrupted is None
+        assert again == before and len(before) >= 4
+        assert asked >= 2
+
+
+def _interrupted(checkpoint, prompts):
+    """Two of many prompts on the first of data-parallel ranks, all of them on the second."""
+    rank, shared = torch.distributed.get_rank(), parallel_state.get_data_parallel_world_size() == 1
+    sequence_parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
+    engine = policies.engine(policies.policy(checkpoint, sequence_parallel=sequence_parallel).model)
+    mine = prompts if shared or rank == 1 else prompts[:2]
+    asked = []
+
+    def stop():
+        asked.append(True)
+        return rank == 1 and len(asked) > 1
+
+    def rollouts(interrupted):
+        groups = spread.generate_spread(engine, mine, policies.sampling(40, ()), 2, list(range(len(mine))), interrupted)
+        return groups and [r.ids.tolist() for group in groups for r in group]
+
+    return rollouts(lambda: False), rollouts(stop), rollouts(lambda: False), len(asked)
 
 
 @pytest.mark.ranks(1)
