@@ -229,7 +229,10 @@ def test_unparsable_override(write):
         ("optimzer", "did you mean 'optimizer'?"),
         ("group_size", "did you mean 'algorithm.group_size'?"),
         ("algorithm.temperature", "did you mean 'rollout.temperature' or 'evaluation.temperature'?"),
-        ("checkpoint.zzz", "should be one of checkpoint.every, checkpoint.keep_last, checkpoint.keep_best, checkpoint.async_save"),
+        (
+            "checkpoint.zzz",
+            "should be one of checkpoint.every, checkpoint.keep_last, checkpoint.keep_best, checkpoint.async_save",
+        ),
     ],
 )
 def test_unknown_key_names_the_nearest(write, key, hint):
