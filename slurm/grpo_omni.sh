@@ -29,6 +29,10 @@
 
 set -euo pipefail
 
+# First of all, since USR1 ends a shell that does not expect it.  srun passes it on to the ranks.
+stopping=0 step=''
+trap 'stopping=1; [[ -z $step ]] || kill -USR1 "$step" 2>/dev/null || true' USR1 INT TERM
+
 STOPPED=75 # EX_TEMPFAIL: the same command goes on
 
 say() {
@@ -200,9 +204,6 @@ if [[ -n $dry_run ]]; then
     show "${train[@]}"
     exit 0
 fi
-
-stopping=0 step=''
-trap 'stopping=1; [[ -z $step ]] || kill -USR1 "$step" 2>/dev/null || true' USR1 INT TERM # srun passes USR1 on
 
 found=$("${look_step[@]}" </dev/null)
 read -r port ranks <<<"$found"

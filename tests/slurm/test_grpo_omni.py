@@ -189,7 +189,7 @@ def test_a_job_that_gets_nowhere_is_not_requeued_for_ever(cluster, work):
     folder, _ = work
     job = submit(cluster, work, "short.yaml")
     for attempt in (1, 2, 3):
-        job.wait(lambda: job.state == "RUNNING")
+        job.wait(lambda: f"{job.id}.0" in cluster.run("squeue", "--noheader", "--steps", "--format=%i").split())
         job.signal("--signal=USR1", "--batch")
         if attempt < 3:
             job.wait_for("PENDING")
