@@ -72,10 +72,11 @@ ranks_here() {
 
 # look NODES RANKS_PER_NODE PYTHON RECIPE [key=value ...]: a line with port and ranks a node, then megarl.check's report
 look() {
-    local nodes=$1 ranks=$2 python=$3
+    local nodes=$1 ranks=$2 python=$3 port
     shift 3
     ranks=${ranks:-$(ranks_here)}
-    echo "$(free_port) $ranks"
+    port=$(free_port)
+    echo "$port $ranks"
     "$python" -m megarl.check --world-size "$((nodes * ranks))" "$@"
 }
 
@@ -161,9 +162,13 @@ if [[ -n ${SLURM_JOB_ID:-} ]]; then
     nodes=$SLURM_JOB_NUM_NODES
     read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 fi
+on_each_node=(
+    srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 "${container[@]}"
+)
+# On all nodes, for srun refuses one of them where the job's GPUs were asked for as a sum (--gpus).
 look_step=(
-    srun --nodes=1 --ntasks=1 --nodelist="$head" --cpu-bind=none "${container[@]}"
-    bash -c "set -euo pipefail; $(declare -f refuse free_port ranks_here look); look \"\$@\""
+    "${on_each_node[@]}"
+    bash -c "set -euo pipefail; $(declare -f refuse free_port ranks_here look); ((SLURM_NODEID)) || look \"\$@\""
     look "$nodes" "$ranks" "$python" "$@"
 )
 
@@ -178,8 +183,7 @@ train_step() {
     local port=$1 ranks=$2
     shift 2
     train=(
-        srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1
-        "${container[@]}" bash -c "$on_node" "$python"
+        "${on_each_node[@]}" bash -c "$on_node" "$python"
         --nnodes="$nodes" --nproc-per-node="$ranks" --rdzv-backend=c10d --rdzv-endpoint="$head:$port"
         --rdzv-id="${SLURM_JOB_ID:-JOB}.${SLURM_RESTART_COUNT:-0}" --signals-to-handle=SIGINT
         --no-python env --default-signal=TERM "$python" -u -m megarl.train "$@"
