@@ -187,9 +187,9 @@ class Job:
         )
         return bool(running) and self.state != "RUNNING"
 
-    def start_now(self) -> None:
-        """A requeued job waits two minutes for what may be left of it on its nodes."""
-        self._cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now")
+    def start_soon(self) -> None:
+        """A requeued job waits two minutes.  What it is started with must be seconds younger than what was revoked."""
+        self._cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now+3")
 
     def signal(self, *arguments: str) -> None:
         self._cluster.run("scancel", *arguments, self.id)

@@ -133,7 +133,7 @@ def test_told_to_stop_taken_away_cancelled_and_done(cluster, work):
     assert 2 <= first[-1] < 79 and steps(folder)[-1] == first[-1]
     assert (folder / "run" / "continue").exists()
 
-    job.start_now()
+    job.start_soon()
     job.wait(lambda: first[-1] + 3 in steps(folder))
     assert not (folder / "run" / "continue").exists()
     urgent = Job(cluster, *nodes, "--partition=urgent", "--wrap=sleep 1", log=folder / "urgent.log", **options)
@@ -143,7 +143,7 @@ def test_told_to_stop_taken_away_cancelled_and_done(cluster, work):
     second = stops(folder, job)
     assert len(second) == 2 and first[-1] + 3 <= second[-1] < 80
 
-    job.start_now()
+    job.start_soon()
     job.wait(lambda: f"resumed after rl step {second[-1]}" in job.log)
     job.signal()
     job.wait_for("CANCELLED")
@@ -194,7 +194,7 @@ def test_a_job_that_gets_nowhere_is_not_requeued_for_ever(cluster, work):
         if attempt < 3:
             job.wait_for("PENDING")
             assert job.field("Restarts") == str(attempt)
-            job.start_now()
+            job.start_soon()
     job.wait_for("FAILED")
     assert job.field("Restarts") == "2"
     assert "three times in a row the run has stopped at its beginning: not requeued" in job.log
