@@ -228,7 +228,7 @@ while kill -0 "$step" 2>/dev/null; do
         say "the ranks were not done in time: what they did since the last checkpoint is lost"
         go_on
     fi
-    sleep $((stopping ? 5 : 1))
+    sleep $((stopping ? 5 : 1)) || true # Ctrl-C and scancel end it too
 done
 code=0
 wait "$step" || code=$?
