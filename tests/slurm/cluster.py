@@ -121,6 +121,7 @@ class Cluster:
                 "SelectType=select/cons_tres",
                 "SelectTypeParameters=CR_Core",
                 "JobRequeue=1",
+                "SchedulerParameters=sched_interval=1",  # else a job whose time has come waits for a minute
                 "PreemptType=preempt/partition_prio",
                 "PreemptMode=REQUEUE",
                 "GresTypes=gpu",

@@ -189,8 +189,7 @@ def test_a_job_that_gets_nowhere_is_not_requeued_for_ever(cluster, work):
     folder, _ = work
     job = submit(cluster, work, "short.yaml")
     for attempt in (1, 2, 3):
-        job.wait(lambda: f"{job.id}.0" in cluster.run("squeue", "--noheader", "--steps", "--format=%i").split())
-        job.signal("--signal=USR1", "--batch")
+        stop_before_the_ranks_start(cluster, job)
         if attempt < 3:
             job.wait_for("PENDING")
             assert job.field("Restarts") == str(attempt)
@@ -198,3 +197,18 @@ def test_a_job_that_gets_nowhere_is_not_requeued_for_ever(cluster, work):
     job.wait_for("FAILED")
     assert job.field("Restarts") == "2"
     assert "three times in a row the run has stopped at its beginning: not requeued" in job.log
+
+
+@pytest.mark.slow
+def test_a_job_that_may_not_be_requeued(cluster, work):
+    job = submit(cluster, work, "short.yaml", sbatch=["--no-requeue"])
+    stop_before_the_ranks_start(cluster, job)
+    job.wait_for("FAILED")
+    assert job.field("ExitCode") == "75:0" and job.field("Restarts") == "0"
+    assert "may not be requeued: the same command goes on" in job.log
+
+
+def stop_before_the_ranks_start(cluster, job: Job) -> None:
+    """While the recipe is checked."""
+    job.wait(lambda: f"{job.id}.0" in cluster.run("squeue", "--noheader", "--steps", "--format=%i").split())
+    job.signal("--signal=USR1", "--batch")
