@@ -55,7 +55,14 @@ class Cluster:
         return self
 
     def __exit__(self, *exception) -> None:
-        for daemon in reversed(self._daemons):  # the controller hears that jobs have ended before it ends itself
+        # Jobs of a test that failed do not end with the daemons; those that ignore TERM end after KillWait, 30 seconds.
+        end = time.monotonic() + 45
+        while jobs := self.run("squeue", "--noheader", "--format=%A", check=False).split():
+            self.run("scancel", *jobs, check=False)
+            if time.monotonic() > end:
+                break
+            time.sleep(0.5)
+        for daemon in reversed(self._daemons):
             daemon.terminate()
             try:
                 daemon.wait(10)
