@@ -32,8 +32,6 @@ _START_SECONDS = 180
 _on_rank = False
 _sizes: dict[str, int] = {}
 """Of the parallel groups that this rank has now."""
-_groups: list = []
-"""These, and the world."""
 _GRACE_SECONDS = 3
 """After one rank has failed, how long its peers may take to fail too."""
 
@@ -326,32 +324,13 @@ def _run(job: _Job) -> Any:
     InferenceMode.unset_active()
     if _sizes != job.sizes:
         parallel_state.destroy_model_parallel()
-        _destroy_groups(kept=())
         parallel_state.initialize_model_parallel(**job.sizes)
-        _groups[:] = _process_groups()
         _sizes.clear()
         _sizes.update(job.sizes)
-    _destroy_groups(kept=_groups)
     parallel_state.get_global_memory_buffer().buffer.clear()
     torch.manual_seed(SEED)
     tensor_parallel.random.model_parallel_cuda_manual_seed(SEED, force_reset_rng=True)
     return job.call()
-
-
-def _process_groups() -> list:
-    import torch.distributed as dist
-
-    return list(dist.distributed_c10d._world.pg_map)
-
-
-def _destroy_groups(kept) -> None:
-    """Each gloo group has threads that wake up a hundred times a second, so those of earlier jobs would slow down
-    whatever follows.  No rank is inside a job now."""
-    import torch.distributed as dist
-
-    for group in _process_groups():
-        if group is not dist.group.WORLD and all(group is not other for other in kept):
-            dist.destroy_process_group(group)
 
 
 def free_port() -> int:
