@@ -522,9 +522,9 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
             ("merge_size", "vision_config", "spatial_merge_size"),
             ("temporal_patch_size", "vision_config", "temporal_patch_size"),
         ):
-            values = config.get(section)
+            values, mine = config.get(section), getattr(tiny, ours)
             yield (
-                isinstance(values, dict) and values.get(theirs, getattr(tiny, ours)) != getattr(tiny, ours),
+                isinstance(values, dict) and mine is not None and values.get(theirs, mine) != mine,
                 f"model.tiny_processor.{ours} model.config.{section}.{theirs}",
                 "should be equal",
             )

@@ -165,7 +165,7 @@ def test_module_runs_as_a_command():
         ),
         (
             ["parallel.cp_comm_type=p2p", "parallel.context_parallel_size=2", "--world-size", "2"],
-            "parallel.cp_comm_type = 'p2p': should be 'a2a' (Ulysses) for a qwen3_vl: a ring cuts each sequence",
+            "parallel.cp_comm_type = 'p2p': should be 'a2a' (Ulysses) for a qwen3_vl: a ring wants each sequence",
         ),
         (
             ["parallel.cp_comm_type=ulysses"],

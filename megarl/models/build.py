@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megarl.errors import UserError, one_line
+from megarl.models.families import Family
 from megarl.models.hf_config import family_of
 from megarl.models.router_replay import install
 from megarl.observe.files import sync_file, sync_folder
@@ -64,8 +65,9 @@ def load_policy(folder: Path, options: ModelOptions) -> Policy:
     Raises:
         UserError: no checkpoint there, or a family that megarl does not know.
     """
+    family = family_of(folder)
     bridge = AutoBridge.from_hf_pretrained(folder)
-    model = _model(folder, bridge, options)
+    model = _model(family, bridge, options)
     bridge.load_hf_weights([model.bridged])
     if options.freeze:
         frozen = {part: part in options.freeze for part in ("language", "vision", "projector")}
@@ -81,11 +83,11 @@ def empty_copy(policy: Policy, folder: Path, options: ModelOptions, groups: Proc
         folder: that `policy` was loaded from.
         options: with the sizes of `groups`.
     """
-    return _model(folder, policy.bridge, options, groups).eval()
+    return _model(family_of(folder), policy.bridge, options, groups).eval()
 
 
-def _model(folder: Path, bridge: AutoBridge, options: ModelOptions, groups: ProcessGroupCollection | None = None):
-    model = family_of(folder).load("model")(_megatron_config(bridge, options), groups)
+def _model(family: Family, bridge: AutoBridge, options: ModelOptions, groups: ProcessGroupCollection | None = None):
+    model = family.load("model")(_megatron_config(bridge, options), groups)
     model = model.to("cuda" if kernels().gpu else "cpu", options.dtype)
     if options.router_replay:
         install(model)

@@ -77,7 +77,7 @@ def test_items_that_touch_are_told_apart_by_their_grids(tiny):
 def test_a_video_is_one_run_or_a_run_a_temporal_patch(tiny):
     seen = []
 
-    def rule(mask, grids, merge_size):
+    def rule(mask, grids, merge_size, seconds):
         seen.append(grids)
         return torch.zeros(3, len(mask), dtype=torch.int64), 0
 

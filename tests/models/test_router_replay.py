@@ -192,11 +192,13 @@ def test_reference_policy_routes_freely(ranks, moved_checkpoint, recorded, expec
 def _scored_by_step(checkpoint, sequences):
     policy = policies.policy(checkpoint, router_replay=True)
     trainer = policies.trainer(policy.model)
-    options = grpo.StepOptions(objective.ObjectiveOptions(0.2, 0.2, 0.1, 0.0), 1, 1, "trainer", 300)
-    samples = [grpo.Sample(s, torch.zeros(s.completion.numel()), 1.0) for s in sequences]
+    options = grpo.StepOptions(
+        objective.ObjectiveOptions(kl_coefficient=0.1), grpo.CreditOptions(group_size=1), 1, 1, "trainer", 300
+    )
+    samples = [grpo.Sample(s, torch.zeros(s.completion.numel()), (1.0,)) for s in sequences]
     step = grpo.PolicyStep(trainer, reference_policy.ReferencePolicy(policy.model), options, tiny.MERGE)
     scored = step.score(samples)
-    return scored, step.update(samples, scored)
+    return scored, step.update(samples, scored, step.credit(samples, scored))
 
 
 def test_routers_belong_to_their_model(ranks, mixture_checkpoint, checkpoint, recorded):

@@ -13,7 +13,11 @@ def media_blind_prefixes() -> None:
     from megarl.rollout import engine
 
     whole = engine.prefix_hashes
-    engine.prefix_hashes = lambda prompt, *sizes: whole(replace(prompt, items=(), media_mask=None), *sizes)
+
+    def blind(prompt, *sizes):
+        return whole(replace(prompt, items=(), media_mask=prompt.media_mask & False), *sizes)
+
+    engine.prefix_hashes = blind
 
 
 def louder_features() -> None:
