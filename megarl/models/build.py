@@ -96,7 +96,7 @@ def _model(family: Family, bridge: AutoBridge, options: ModelOptions, groups: Pr
 
 def fill(policy: Policy, folder: Path) -> None:
     """Writes the weights of another checkpoint, of the same sizes, into the policy's module, in place.  Collective."""
-    policy.bridge.load_hf_weights([policy.model], folder)
+    policy.bridge.load_hf_weights([policy.model.bridged], folder)
 
 
 def _megatron_config(bridge: AutoBridge, options: ModelOptions):

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.distributed import TP1, Layout, lazy
+from tests.rollout.test_sync import Engines
 
 policies = lazy("tests.policies")
 spread = lazy("megarl.rollout.spread")
@@ -40,28 +41,32 @@ def _rollouts(checkpoint, prompts, keys, layout):
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "layout, engines",
     [
-        Layout(2, 1),
-        pytest.param(Layout(2, 2, sequence_parallel=True), marks=pytest.mark.slow),
-        pytest.param(Layout(2, 1, context_parallel=2), marks=pytest.mark.slow),
+        (Layout(2, 1), None),
+        pytest.param(Layout(2, 2, sequence_parallel=True), None, marks=pytest.mark.slow),
+        pytest.param(Layout(2, 1, context_parallel=2), None, marks=pytest.mark.slow),
+        pytest.param(Layout(2, 1), Engines(2), marks=pytest.mark.slow),
+        pytest.param(Layout(4, 1), Engines(2), marks=pytest.mark.slow),
+        pytest.param(Layout(2, 2), Engines(), marks=pytest.mark.slow),
     ],
-    ids=lambda layout: layout.name,
+    ids=lambda value: value.name if isinstance(value, Layout) else str(value),
 )
-def test_interrupted(ranks, checkpoint, prompts, layout):
-    """One rank is asked to stop in mid-rollout, its peer may be done by then: both leave it and draw it again alike."""
-    for before, interrupted, again, asked in ranks.run(_interrupted, checkpoint, list(prompts.values()), **layout.job):
+def test_interrupted(ranks, checkpoint, prompts, layout, engines):
+    """One rank is asked to stop in mid-rollout, its peer may be done by then: both leave it and draw it again alike;
+    also where one engine samples for both, or two engines sample for one."""
+    batch = list(prompts.values())
+    for before, interrupted, again, asked in ranks.run(_interrupted, checkpoint, batch, layout, engines, **layout.job):
         assert interrupted is None
         assert again == before and len(before) >= 4
         assert asked >= 2
 
 
-def _interrupted(checkpoint, prompts):
-    """Two of many prompts on the first of data-parallel ranks, all of them on the second."""
-    rank, shared = torch.distributed.get_rank(), parallel_state.get_data_parallel_world_size() == 1
-    sequence_parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
-    engine = policies.engine(policies.policy(checkpoint, sequence_parallel=sequence_parallel).model)
-    mine = prompts if shared or rank == 1 else prompts[:2]
+def _interrupted(checkpoint, prompts, layout, engines):
+    """Two of many prompts where the first of data-parallel ranks samples for itself, else all of them."""
+    rank, parts = torch.distributed.get_rank(), policies.parts(checkpoint, layout, engines)
+    engine, alone = parts.engine, len(parts.data_parallel_ranks) == 1 < parallel_state.get_data_parallel_world_size()
+    mine = prompts[:2] if alone and rank == 0 else prompts
     asked = []
 
     def stop():
