@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from megarl.data.generators.digits import write_digits
+from megarl.errors import UserError
+from megarl.export import _refuse_unloadable
+from megarl.models.hf_config import family_of
 from megarl.platform import launch
 from tests import commands, tiny
 from tests.damage import flip
@@ -71,12 +74,26 @@ def test_damaged_checkpoint(run, tmp_path):
     assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3"])
+def test_each_family_has_its_class(tmp_path, model_type):
+    """A weight that is missing is said; else there is nothing to say."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tiny.write_family_checkpoint(tmp_path / "hf", model_type)
+    _refuse_unloadable(folder, family_of(folder))
+    weights = load_file(folder / "model.safetensors")
+    lost = next(name for name in weights if "q_proj" in name)
+    del weights[lost]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="missing_keys: .*q_proj"):
+        _refuse_unloadable(folder, family_of(folder))
+
+
 @pytest.mark.ranks(1)
 def test_what_was_written_is_read_back(checkpoint, tmp_path):
     """A disk that does not keep what it is given is caught, and the folder does not appear."""
     from safetensors.torch import save_file
 
-    from megarl.errors import UserError
     from megarl.models import build
     from tests import policies
 
