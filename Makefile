@@ -11,7 +11,7 @@ N ?= 2
 RECIPE ?= recipes/digits.yaml
 ARGS ?=
 
-.PHONY: help setup train test test-slow test-gpu lint format docs constraints
+.PHONY: help setup train test test-slow test-gpu slurm-packages lint format docs constraints
 
 help:
 	@echo 'make setup        Python 3.12 environment in .venv with everything pinned (PYTHON=... names the interpreter)'
@@ -19,7 +19,8 @@ help:
 	@echo 'make test         tests that take seconds; ARGS="-k packing" goes to pytest'
 	@echo 'make test-slow    learning runs and kill tests, minutes'
 	@echo 'make test-gpu     tests that need an NVIDIA GPU'
-	@echo 'make lint         ruff check, ruff format --check'
+	@echo 'make slurm-packages   as root on Debian: the Slurm that tests of slurm/ start; they are skipped without it'
+	@echo 'make lint         ruff check, ruff format --check, shellcheck'
 	@echo 'make format       what ruff can mend by itself'
 	@echo 'make docs         remakes the generated tables in docs/'
 	@echo 'make constraints  pins the indirect dependencies anew after a change of pyproject.toml'
@@ -38,9 +39,18 @@ test-slow: setup
 test-gpu: setup
 	$(BIN)/python -m pytest -m "gpu" $(ARGS)
 
+slurm-packages:
+	@if PATH=$$PATH:/usr/sbin command -v slurmctld >/dev/null; then :; \
+	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+	  echo 'megarl: no Slurm, and only root can install it with apt-get: its tests will be skipped' >&2; \
+	else \
+	  apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge; \
+	fi
+
 lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/shellcheck slurm/*.sh .ci/run
 
 format: setup
 	$(BIN)/ruff check --fix

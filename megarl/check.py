@@ -393,6 +393,7 @@ def report(recipe: Recipe, world_size: int) -> str:
         f"             at most {rollouts * rollout.max_new_tokens:,} tokens generated, "
         f"{rollouts * longest * algorithm.epochs:,} trained",
         f"the run      {recipe.steps:,} steps, {recipe.total_updates:,} updates",
+        f"run folder   {recipe.run_dir}",
         f"parameters   {parameters.total:,}: vision {parameters.vision:,}, "
         f"projector {parameters.projector:,}, language {parameters.language:,}",
         *_experts(config, recipe.parallel),

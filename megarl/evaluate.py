@@ -1,5 +1,7 @@
 """Held-out accuracy through the same engine that samples the rollouts."""
 
+from collections.abc import Callable
+
 import torch
 
 from megarl.data.sampler import shard
@@ -11,9 +13,9 @@ MOST_SOURCES = 32
 """More are not reported one by one: a data set that names each row's origin would fill the log."""
 
 
-def evaluate(run: Run) -> tuple[float, dict[str, float]]:
+def evaluate(run: Run, alive: Callable[[], None] = lambda: None) -> tuple[float, dict[str, float]]:
     """Share of the held-out prompts answered right, and that of each source where there are 2 to `MOST_SOURCES`
-    of them.  Collective."""
+    of them.  `alive` is called now and then.  Collective."""
     engines = run.engine.groups.dp_cp
     sources = sorted(set(run.test_prompts.sources))
     column = {source: number for number, source in enumerate(sources)}
@@ -25,6 +27,7 @@ def evaluate(run: Run) -> tuple[float, dict[str, float]]:
     run.encoder.prefetch([run.test_prompts[place] for place in mine[:batch]])
     # As often on each rank: those that share experts generate together, also where one has no prompt left.
     for start in range(0, -(-len(run.test_prompts) // engines.size()), batch):
+        alive()
         prompts = [run.encoder.encode(run.test_prompts[place]) for place in mine[start : start + batch]]
         run.encoder.prefetch([run.test_prompts[place] for place in mine[start + batch :][:batch]])
         for (rollout,) in run.engine.generate(prompts, sampling, keys=keys[start : start + batch]):

@@ -387,6 +387,21 @@ class EvaluationSection(Section):
 class CheckpointSection(Section):
     every: NonNegativeInt = 20
     """RL steps between checkpoints; 0: only at the end and on a signal."""
+    keep_last: PositiveInt = 2
+    """Newest checkpoints that are kept: where the newest is damaged, the one before is gone on from."""
+    keep_best: NonNegativeInt = 0
+    """Checkpoints of the highest held-out accuracy that are kept beside them, of steps that were evaluated."""
+    async_save: bool = True
+    """Write checkpoints while training goes on, from a copy of the rank's state in main memory."""
+
+
+class LimitsSection(Section):
+    wall_clock_hours: PositiveFloat | None = None
+    """Hours after which a command saves and stops, as on a signal; null: none."""
+    no_progress_minutes: PositiveFloat | None = 60.0
+    """Minutes without a sign of life from a rank after which it shows all stacks and ends the job; null: never."""
+    max_skipped_steps: NonNegativeInt = 3
+    """Steps in a row with an update skipped for loss or gradients that are not finite, beyond which the run ends."""
 
 
 class ObserveSection(Section):
@@ -403,6 +418,8 @@ class Recipe(Section):
     """Folder of everything that the run writes."""
     steps: NonNegativeInt
     """RL steps; 0: warm-up and evaluation only."""
+    allow_dataset_change: bool = False
+    """Go on with other data, or data prepared otherwise, than the run began with."""
     model: ModelSection
     """Weights and processor to start from."""
     parallel: ParallelSection = ParallelSection()
@@ -425,6 +442,8 @@ class Recipe(Section):
     """Reward on `test.jsonl`."""
     checkpoint: CheckpointSection = CheckpointSection()
     """When the state of the run is saved."""
+    limits: LimitsSection = LimitsSection()
+    """When a command ends by itself."""
     observe: ObserveSection = ObserveSection()
     """What the run shows of itself."""
 
@@ -815,6 +834,10 @@ def _check_expert_ranks(recipe: Recipe, section: str, parallel: ParallelSection,
         )
 
 
+_SECRET = re.compile(r"oc\.env:\s*\w*(?:TOKEN|SECRET|PASSWORD|CREDENTIAL|KEY)\w*", re.IGNORECASE)
+"""A variable of the environment that an interpolation would make readable."""
+
+
 class _Layer(NamedTuple):
     """One file or one override; later layers win."""
 
@@ -830,6 +853,9 @@ def load_recipe(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Recip
     """
     layers = list(_file_layers(Path(path), chain=(), seen=set()))
     layers += [_override_layer(text) for text in overrides]
+    for layer in layers:
+        if secret := _SECRET.search(OmegaConf.to_yaml(layer.values)):
+            raise UserError(f"{secret[0]} in {layer.source}: the recipe is written into run folders, secrets are not")
     try:
         merged = OmegaConf.merge(*(layer.values for layer in layers))
         values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)

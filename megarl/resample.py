@@ -16,8 +16,8 @@ Groups = list[list[Rollout]]
 
 
 def resample(
-    groups: Groups, rounds: int, constant: Callable[[Groups], Tensor], draw: Callable[[int, list[int]], Groups]
-) -> tuple[Groups, float]:
+    groups: Groups, rounds: int, constant: Callable[[Groups], Tensor], draw: Callable[[int, list[int]], Groups | None]
+) -> tuple[Groups | None, float]:
     """Replaces groups of equal rewards, each at its position.
 
     Collective over all ranks, each with groups of its own: those that share experts sample together, also where one
@@ -26,10 +26,11 @@ def resample(
     Args:
         groups: of this rank, equally many on every rank.
         constant: bool `[groups]`, of groups whose rewards are equal.
-        draw: `(round, positions) -> groups`, of other prompts for these of this rank's positions.
+        draw: `(round, positions) -> groups`, of other prompts for these of this rank's positions; None on all ranks
+            where the step is given up.
 
     Returns:
-        The groups, and how many were drawn over how many there are, on all ranks.
+        The groups, or None where `draw` gave None; and how many were drawn over how many there are, on all ranks.
     """
     if not rounds:
         return groups, 0.0
@@ -41,6 +42,8 @@ def resample(
             break
         drawn += everywhere
         fresh = draw(number, wanted)
+        if fresh is None:
+            return None, 0.0
         still = set(_positions(constant(fresh)))
         for place, (position, group) in enumerate(zip(wanted, fresh, strict=True)):
             if place not in still:

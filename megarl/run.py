@@ -46,7 +46,7 @@ from megarl.rollout.engine import Rollout, RolloutEngine
 from megarl.rollout.exchange import balance
 from megarl.rollout.sync import ReshardedWeights, SharedWeights, WeightSync
 from megarl.startup import load_processor, prepare_checkpoint, processor_identity, stop_tokens
-from megarl.training import checkpoint
+from megarl.training.checkpoint_folder import latest
 from megarl.training.trainer import Trainer
 
 
@@ -251,7 +251,8 @@ def _load_prompts(recipe: Recipe, folder: Path, split: str, encoder: Encoder, id
     downloads = Downloads(folder / "downloads") if data.allow_remote else None
     media = MediaReader(Path(data.path), [Path(other) for other in data.media_folders], downloads)
     settings = {"data": data.model_dump(exclude=_OF_NO_PROMPT), "processor": identity}
-    ledger = Ledger(folder, split, settings, resumed=checkpoint.latest(folder / "checkpoints") is not None)
+    began = latest(folder / "checkpoints") is not None
+    ledger = Ledger(folder, split, settings, resumed=began and not recipe.allow_dataset_change)
     ceiling = data.max_rejected_fraction
     return load_prompts(files, media, encoder.check, ranks, ledger, max_rejected_fraction=ceiling)[0]
 

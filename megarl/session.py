@@ -7,10 +7,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megarl.errors import UserError
 from megarl.evaluate import evaluate
 from megarl.media.item import MODALITIES
 from megarl.models.build import fill, save_checkpoint
 from megarl.observe.curve import draw_curve
+from megarl.observe.files import replacing
 from megarl.observe.metrics import MetricsLog
 from megarl.observe.mismatch import MismatchParts, labelled_metrics, mismatch_by_label
 from megarl.observe.progress import NullProgress, Progress
@@ -19,48 +21,57 @@ from megarl.observe.timer import PhaseTimer
 from megarl.options import rl_optimizer, sampling_options, step_options, warmup_optimizer
 from megarl.platform.kernels import kernels
 from megarl.platform.launch import StopSignal
+from megarl.platform.watchdog import Watchdog
 from megarl.recipe import Recipe
 from megarl.resample import resample
 from megarl.rewards import Batch
 from megarl.rollout.engine import Rollout
 from megarl.rollout.spread import generate_spread
 from megarl.run import build_run, start_ranks
-from megarl.startup import keep_recipe, prepare_data, refuse_other_recipe
-from megarl.training import checkpoint
+from megarl.startup import architecture, keep_recipe, prepare_data, refuse_other_architecture, refuse_other_recipe
+from megarl.training import checkpoint, checkpoint_folder
 from megarl.training.credit import Credit, Scored
 from megarl.training.grpo import PolicyStep, supervised_update
 from megarl.training.reduce import over_data_parallel
 from megarl.training.reference import ReferencePolicy
 
 _WARMUP, _RL = "warm-up", "rl"
+_CONTINUE = "continue"
+"""In the run folder: the command stopped before the run's end and the same command goes on."""
 
 
 class Session:
     """One command's stretch of a run.  Its constructor resumes from the run folder's last checkpoint."""
 
-    def __init__(self, recipe: Recipe):
-        self._recipe = recipe
+    def __init__(self, recipe: Recipe, stop: StopSignal):
+        self._recipe, self._signal = recipe, stop
         self._started = time.monotonic()
         self._main = dist.get_rank() == 0
         folder = Path(recipe.run_dir)
         ranks = start_ranks()
         if self._main:
+            (folder / _CONTINUE).unlink(missing_ok=True)
             refuse_other_recipe(recipe, folder)
             prepare_data(recipe)
         ranks.broadcast(None)  # the others wait for rank 0
+        self._checkpoints, self._reference_folder = folder / "checkpoints", folder / "reference"
+        self._newest, self._said = checkpoint_folder.newest_whole(self._checkpoints)
         self.run = build_run(recipe, folder, ranks)
-        if self._main:
-            keep_recipe(recipe, folder)
         self.sampling = sampling_options(recipe, self.run.stop_ids)
-        self.timer = PhaseTimer(torch.cuda.synchronize if kernels().gpu else None)
+        minutes = recipe.limits.no_progress_minutes
+        self._watchdog = Watchdog(minutes and 60 * minutes)
+        self.timer = PhaseTimer(torch.cuda.synchronize if kernels().gpu else None, self._watchdog.enter)
         self.policy_step: PolicyStep | None = None
         self._reference: ReferencePolicy | None = None
         self._accuracy: float | None = None
+        self._evaluated: int | None = None
+        """The step of `_accuracy`."""
         self._stopped = False
         self._resampled = 0.0
         self._progress = Progress(recipe.steps) if self._main else NullProgress()
-        self._checkpoints, self._reference_folder = folder / "checkpoints", folder / "reference"
         self._resume()
+        if self._main:
+            keep_recipe(recipe, folder)
         self._log = MetricsLog(folder, self._step if self._phase == _RL else -1) if self._main else None
 
     def __enter__(self) -> "Session":
@@ -70,96 +81,121 @@ class Session:
         rejected = [f.name for f in self.run.folder.glob("rejected_*.jsonl")]
         if rejected:
             self._progress.message(f"bad rows were dropped: see {', '.join(sorted(rejected))} in {self.run.folder}")
-        if self._step:
+        for line in self._said:
+            self._progress.message(line)
+        if self._newest:
             self._progress.message(f"resumed after {self._phase} step {self._step}")
+        self._watchdog.start()
         return self
 
     def __exit__(self, *exception) -> None:
+        self._watchdog.stop()
         self._progress.__exit__(*exception)
         if self._log:
             self._log.close()
 
     def _resume(self) -> None:
-        newest = checkpoint.latest(self._checkpoints)
+        newest, settings = self._newest, self._recipe.checkpoint
         state = checkpoint.read_progress(newest) if newest else {}
+        if newest:
+            refuse_other_architecture(state["architecture"], self._architecture)
+        keep = checkpoint_folder.Retention(settings.keep_last, settings.keep_best)
+        self._writer = checkpoint.CheckpointWriter(self._checkpoints, keep, newest, settings.async_save)
+        self._skipped = state.get("skipped", 0)
         self._phase = state.get("phase", _WARMUP if self._recipe.warmup else _RL)
         self._step = state.get("step", 0)
         self._seconds_before = state.get("seconds", 0.0)
+        if self._phase == _RL and self._step > self._recipe.steps:
+            raise UserError(f"steps = {self._recipe.steps}: the run has made {self._step}; should be at least that")
         if self._phase == _WARMUP:
             self.run.trainer.begin(warmup_optimizer(self._recipe))
         else:
-            self._begin_rl(checkpoint.reference_weights(newest) if newest else None)
+            self._begin_rl(newest)
         if newest:
             checkpoint.load(newest, self.run.trainer)
             self.run.sync()
 
-    def _begin_rl(self, moved_reference: Path | None = None) -> None:
+    def _begin_rl(self, resumed: Path | None = None) -> None:
         """A fresh optimizer, and the reference policy: another checkpoint, the weights that RL began with, or those
-        that it has moved to since."""
+        that it has moved to by the checkpoint that is gone on from."""
         run, algorithm = self.run, self._recipe.algorithm
         if algorithm.reference:
             teacher = Path(algorithm.reference)
             self._reference = ReferencePolicy.filled(run.policy.model, lambda: fill(run.policy, teacher))
         elif algorithm.kl_coefficient:
-            kept = moved_reference or self._reference_folder
-            if kept.exists():
-                checkpoint.load_weights(kept, run.trainer)
+            if resumed and algorithm.reference_every:
+                checkpoint.load_reference(resumed, run.policy.model)
+            elif self._reference_folder.exists():
+                checkpoint.load_weights(self._reference_folder, run.policy.model)
                 run.sync()
             else:
-                checkpoint.save_weights(kept, run.trainer)
+                checkpoint.save_weights(self._reference_folder, run.policy.model)
             self._reference = ReferencePolicy(run.policy.model)
         run.trainer.begin(rl_optimizer(self._recipe))
         options = step_options(self._recipe)
         self.policy_step = PolicyStep(run.trainer, self._reference, options, run.merge_size, run.cost)
 
-    def warm_up(self, stop: StopSignal) -> None:
+    def warm_up(self) -> None:
         """The supervised phase, where the recipe has one and it is not over."""
         run, warmup = self.run, self._recipe.warmup
         if self._phase != _WARMUP:
             return
         for step in range(self._step + 1, warmup.steps + 1):
             sequences = run.warmup_sequences(step)
+            self._watchdog.enter("warm-up", step)
             tokens_per_row = self._recipe.training.tokens_per_row
             loss = supervised_update(run.trainer, sequences, tokens_per_row, run.merge_size, run.cost)
             self._step = step
             self._progress.phase("warm-up", step, warmup.steps, loss=loss)
-            if stop.agreed():
-                return self._stop()
+            if self._signal.agreed():
+                return self.stop()
         run.sync()
         self._phase, self._step = _RL, 0
         self._begin_rl()
 
-    def steps(self, stop: StopSignal) -> Iterator[int]:
+    def steps(self) -> Iterator[int]:
         """The RL steps that are left, from 1.  After each: a checkpoint where one is due or asked for."""
         if self._stopped:
             return
         if self._step == 0 and self._recipe.evaluation.at_start:
             self._log_step(0, self._evaluate(0))
         for step in range(self._step + 1, self._recipe.steps + 1):
+            self._watchdog.step = step
             yield step
             self._step = step
             moves, every = self._recipe.algorithm.reference_every, self._recipe.checkpoint.every
             if moves and step % moves == 0:
                 self._reference.take()
-            if stop.agreed():
-                return self._stop()
+            self._writer.poll()
+            if self._signal.agreed():
+                return self.stop()
             if every and step % every == 0:
                 self._save()
 
-    def resample(self, step: int, groups: list[list[Rollout]]) -> list[list[Rollout]]:
-        """The groups, with those that teach nothing replaced as far as the recipe lets them be."""
+    def interrupted(self) -> bool:
+        """Asked in mid-rollout: whether this rank shall stop.  A sign of life, too."""
+        self._watchdog.alive()
+        return self._signal.asked()
+
+    def resample(self, step: int, groups: list[list[Rollout]]) -> list[list[Rollout]] | None:
+        """The groups, with those that teach nothing replaced as far as the recipe lets them be; None on all ranks where
+        one was interrupted."""
         run, algorithm = self.run, self._recipe.algorithm
 
-        def draw(number: int, positions: list[int]) -> list[list[Rollout]]:
+        def draw(number: int, positions: list[int]) -> list[list[Rollout]] | None:
             prompts, keys = run.other_prompts(step, number, positions)
-            return generate_spread(run.engine, prompts, self.sampling, algorithm.group_size, keys)
+            return generate_spread(run.engine, prompts, self.sampling, algorithm.group_size, keys, self.interrupted)
 
         rounds = algorithm.resample_rounds
         groups, self._resampled = resample(groups, rounds, lambda some: run.judge(some).constant, draw)
         return groups
 
     def report(self, step: int, batch: Batch, scored: Scored, credit: Credit, learned: dict[str, float]) -> None:
-        """Writes what the step did: metrics, rollouts, and the evaluation where one is due."""
+        """Writes what the step did: metrics, rollouts, and the evaluation where one is due.
+
+        Raises:
+            UserError: too many steps in a row had updates that were skipped.
+        """
         phases, rewards = self.timer.pop(), batch.metrics()
         engine = [sample.rollout_log_probs for sample in batch.samples]
         labels = [sample.sequence.prompt.modality for sample in batch.samples]
@@ -190,6 +226,20 @@ class Session:
             values |= self._evaluate(step)
             self.run.prefetch_step(step + 1)  # the evaluation has asked for other media since
         self._log_step(step, values)
+        self._skipped = self._skipped + 1 if learned["optimizer/skipped_updates"] else 0
+        if self._skipped > self._recipe.limits.max_skipped_steps:
+            self._end_not_finite(step, batch, scored, credit)
+
+    def _end_not_finite(self, step: int, batch: Batch, scored: Scored, credit: Credit) -> None:
+        folder = self.run.folder / "not_finite"
+        rows = self._rollout_rows(batch, scored, credit)
+        write_rollouts(folder / f"step_{step}.rank_{dist.get_rank()}.jsonl", rows)
+        self._writer.wait()
+        dist.barrier()  # every rank has written: the first that fails ends the others
+        raise UserError(
+            f"step {step}: loss or gradients were not finite in {self._skipped} steps in a row and limits."
+            f"max_skipped_steps = {self._recipe.limits.max_skipped_steps}: the step's rollouts are in {folder}"
+        )
 
     def finish(self) -> None:
         """The exported checkpoint, the curve and the last line; nothing after a stop."""
@@ -199,6 +249,8 @@ class Session:
             self._evaluate(self._step)
         if self._step:
             self._save()
+        self._writer.wait()
+        self._watchdog.enter("export")
         save_checkpoint(self.run.policy, self.run.folder / "checkpoint", self.run.processor)
         if self._main:
             draw_curve(self.run.folder)
@@ -207,8 +259,8 @@ class Session:
 
     def _evaluate(self, step: int) -> dict[str, float]:
         with self.timer("evaluate"):
-            overall, by_source = evaluate(self.run)
-        self._accuracy = overall
+            overall, by_source = evaluate(self.run, self._watchdog.alive)
+        self._accuracy, self._evaluated = overall, step
         self._progress.evaluation(step, overall, self.run.chance, by_source)
         values = {f"eval/accuracy/{source}": accuracy for source, accuracy in by_source.items()}
         return {"eval/accuracy": overall, **values, "eval/chance": self.run.chance, **self.timer.pop()}
@@ -223,8 +275,12 @@ class Session:
         every, most = self._recipe.observe.save_rollouts_every, self._recipe.observe.max_saved_rollouts
         if not self._main or not every or step % every or not most:
             return
+        rows = self._rollout_rows(batch, scored, credit, most)
+        write_rollouts(self.run.folder / "rollouts" / f"step_{step}.jsonl", rows)
+
+    def _rollout_rows(self, batch: Batch, scored: Scored, credit: Credit, most: int | None = None) -> list[RolloutRow]:
         tokenizer = self.run.processor.tokenizer
-        rows = [
+        return [
             RolloutRow(
                 prompt_index=rollout.prompt.prompt.index,
                 source=rollout.prompt.prompt.source,
@@ -250,17 +306,34 @@ class Session:
                 )
             )[:most]
         ]
-        write_rollouts(self.run.folder / "rollouts" / f"step_{step}.jsonl", rows)
 
     def _seconds(self) -> float:
         return self._seconds_before + time.monotonic() - self._started
 
     def _save(self) -> None:
-        progress = {"phase": self._phase, "step": self._step, "seconds": self._seconds()}
+        progress = {
+            "phase": self._phase,
+            "step": self._step,
+            "seconds": self._seconds(),
+            "skipped": self._skipped,
+            "architecture": self._architecture,
+        }
+        score = self._accuracy if self._phase == _RL and self._evaluated == self._step else None
         moving = self._reference if self._recipe.algorithm.reference_every else None
-        checkpoint.save(self._checkpoints, f"{self._phase}_{self._step:06d}", self.run.trainer, progress, moving)
+        name = checkpoint_folder.name_of(self._phase, self._step)
+        self._watchdog.enter("save")
+        self._writer.save(name, self.run.trainer, progress, score, moving)
 
-    def _stop(self) -> None:
+    @property
+    def _architecture(self) -> dict:
+        return architecture(self.run.policy.bridge.hf_pretrained.config)
+
+    def stop(self) -> None:
+        """Saves the state after the last step that was made, and leaves a word that the run is to go on."""
         self._save()
+        self._writer.wait()
         self._stopped = True
+        if self._main:
+            with replacing(self.run.folder / _CONTINUE) as file:
+                file.write(f"stopped after {self._phase} step {self._step}\n".encode())
         self._progress.message(f"stopped after {self._phase} step {self._step}: the same command continues from there")

@@ -1,6 +1,8 @@
 """What must lie on disk before a run is built: its folder, its data, the checkpoint that it starts from."""
 
 import hashlib
+import json
+import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,18 +21,66 @@ from megarl.recipe import Recipe, TinyProcessor, load_recipe, save_recipe
 _RECIPE = "recipe.yaml"
 
 
+_MAY_CHANGE = (
+    # how long, how it is watched and kept
+    "steps",
+    "run_dir",
+    "checkpoint",
+    "limits",
+    "observe",
+    "evaluation.every",
+    "evaluation.at_start",
+    # how the machine does it: the same to rounding
+    "parallel",
+    "training.tokens_per_row",
+    "training.recompute",
+    "training.log_prob_chunk",
+    "rollout.max_requests",
+    "rollout.max_tokens_per_step",
+    "rollout.kv_cache_gb",
+    "rollout.block_size_tokens",
+    "rollout.enable_prefix_caching",
+    "rollout.enable_chunked_prefill",
+    "rollout.vision_cache_gb",
+    "rollout.patches_per_pass",
+    "rollout.cuda_graphs",
+    "rollout.parallel",
+    "rollout.verify_sync",
+    "data.media_cache_gb",
+    "data.media_threads",
+    # where the data lies: what it is has a hash of its own
+    "allow_dataset_change",
+    "data.path",
+    "data.media_folders",
+    "data.generator",
+    "data.generator_options",
+    "data.max_rejected_fraction",
+)
+"""Keys, and sections, in which a run may go on with another value."""
+
+
 def refuse_other_recipe(recipe: Recipe, folder: Path) -> None:
     """Makes the run folder where it is not there.  On rank 0 only.
 
     Raises:
-        UserError: the folder holds a run of another recipe.
+        UserError: the folder cannot be written into, or holds a run of another recipe.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    may_change = (*_MAY_CHANGE, *["data"] * recipe.allow_dataset_change)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run_dir = {recipe.run_dir!r} cannot be made: {error.filename}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"run_dir = {recipe.run_dir!r} cannot be written into")
     kept = folder / _RECIPE
     if not kept.exists():
         return
     before, now = load_recipe(kept).model_dump(), recipe.model_dump()
-    changed = [f"{k}: {old!r} -> {new!r}" for k, old, new in _differences(before, now)]
+    changed = [
+        f"{key}: {old!r} -> {new!r}"
+        for key, old, new in _differences(before, now)
+        if not any(key == other or key.startswith(f"{other}.") for other in may_change)
+    ]
     if changed:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise UserError(
@@ -52,6 +102,22 @@ def _differences(before: Any, now: Any, key: str = ""):
             yield from _differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
     elif before != now:
         yield key, before, now
+
+
+def architecture(config: Any) -> dict[str, Any]:
+    """What a Hugging Face config says of the model, as JSON has it."""
+    values = json.loads(config.to_json_string(use_diff=False))
+    return {key: value for key, value in values.items() if key not in ("_name_or_path", "transformers_version")}
+
+
+def refuse_other_architecture(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """
+    Raises:
+        UserError: what `architecture` says is not what it said of the run's checkpoint.
+    """
+    for key, old, new in _differences(before, now):
+        if old is not None:  # a new release of transformers adds keys of its own
+            raise UserError(f"the run's checkpoint is of another architecture: {key}: {old!r} -> {new!r}")
 
 
 def prepare_data(recipe: Recipe) -> None:

@@ -18,14 +18,20 @@ def train(arguments: list[str]) -> None:
     from megarl.rollout.spread import generate_spread
     from megarl.session import Session
 
-    with Session(recipe) as session, launch.StopSignal().caught() as stop:
+    hours = recipe.limits.wall_clock_hours
+    with launch.StopSignal(hours and 3600 * hours).caught() as stop, Session(recipe, stop) as session:
         run, timer = session.run, session.timer
-        session.warm_up(stop)
-        for step in session.steps(stop):
+        session.warm_up()
+        for step in session.steps():
             with timer("rollout"):
                 prompts, keys = run.step_prompts(step)
-                groups = generate_spread(run.engine, prompts, session.sampling, recipe.algorithm.group_size, keys)
-                groups = session.resample(step, groups)
+                size, interrupted = recipe.algorithm.group_size, session.interrupted
+                groups = generate_spread(run.engine, prompts, session.sampling, size, keys, interrupted)
+                if groups is not None:
+                    groups = session.resample(step, groups)
+                if groups is None:
+                    session.stop()
+                    break
                 groups = run.balance(groups)
             with timer("reward"):
                 batch = run.judge(groups)

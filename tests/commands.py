@@ -77,16 +77,7 @@ def fork(
     """`python -m megarl.train ARGUMENTS`, or the command whose module-level function `main` gives the exit code, in
     processes that have imported Megatron already: what they print while they import is not seen, and they start at
     once.  The result is rank 0's; the others' output lies beside it, in `folder`."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    port = free_port()
-    ranks = []
-    for rank in range(processes):
-        files = [folder / f"{name}.{rank}" for name in ("stdout", "stderr")]
-        variables = {} if processes == 1 else rank_variables(rank, processes, port)
-        rank = context.Process(target=_forked, args=(main, list(map(str, arguments)), variables, files))
-        rank.start()
-        ranks.append((rank, files))
+    ranks = start_forked(folder, *arguments, main=main, processes=processes)
     end = time.monotonic() + timeout
     for rank, _ in ranks:
         rank.join(max(0.0, end - time.monotonic()))
@@ -97,6 +88,21 @@ def fork(
         raise AssertionError(f"not done after {timeout} s:\n{said}")
     out, err = ranks[0][1]
     return Result(max((rank.exitcode for rank, _ in ranks), key=abs), out.read_text(), err.read_text())
+
+
+def start_forked(folder: Path, *arguments, main: Callable[[list[str]], int] = _train, processes: int = 1) -> list:
+    """What `fork` waits for: each rank's process, and the files of its two outputs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    port = free_port()
+    ranks = []
+    for rank in range(processes):
+        files = [folder / f"{name}.{rank}" for name in ("stdout", "stderr")]
+        variables = {} if processes == 1 else rank_variables(rank, processes, port)
+        rank = context.Process(target=_forked, args=(main, list(map(str, arguments)), variables, files))
+        rank.start()
+        ranks.append((rank, files))
+    return ranks
 
 
 def _forked(main: Callable[[list[str]], int], arguments: list[str], variables: dict[str, str], files: list[Path]):

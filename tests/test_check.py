@@ -56,6 +56,7 @@ def test_report_without_megatron(monkeypatch, capsys):
         "             2 updates (epochs 1 x minibatches 2)\n"
         "             at most 1,024 tokens generated, 66,560 trained\n"
         "the run      120 steps, 240 updates\n"
+        "run folder   runs/digits\n"
         "parameters   370,176: vision 57,216, projector 165,120, language 147,840\n"
         "KV cache     tokens on a rank: 524,224 in bfloat16; a request has at most 130\n"
         "\n"

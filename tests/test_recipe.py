@@ -141,6 +141,18 @@ def test_interpolation(write):
     assert load_recipe(write("a.yaml", MINIMAL + "run_dir: runs/${steps}\n")).run_dir == "runs/10"
 
 
+def test_secrets_of_the_environment_stay_there(write, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abc")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    path = write("a.yaml", MINIMAL)
+    assert load_recipe(path, ["run_dir=${oc.env:SCRATCH}/run"]).run_dir == "/scratch/run"
+    with pytest.raises(
+        UserError, match="oc.env:HF_TOKEN in override .*: the recipe is written into run folders"
+    ) as said:
+        load_recipe(path, ["run_dir=${oc.env:HF_TOKEN}"])
+    assert "hf_abc" not in str(said.value)
+
+
 # Round trip
 
 
@@ -176,7 +188,7 @@ def test_round_trip_of_strings_that_yaml_or_omegaconf_would_read(write, text):
         ("extends: {a: b}", "extends = {'a': 'b'} in a.yaml: should be a path or a list of paths"),
         (MINIMAL + "run_dir: ${nowhere}", "a.yaml: Interpolation key 'nowhere' not found"),
         (MINIMAL + "run_dir: ???", "a.yaml: Missing mandatory value: run_dir"),
-        (MINIMAL + "1: x", "unknown key '1' in a.yaml: should be one of seed, run_dir, steps, model"),
+        (MINIMAL + "1: x", "unknown key '1' in a.yaml: should be one of seed, run_dir, steps, allow_dataset_change"),
         (
             MINIMAL + "algorithm.epochs: 2",
             "unknown key 'algorithm.epochs' in a.yaml: dots are for overrides, a file nests its keys",
@@ -217,7 +229,10 @@ def test_unparsable_override(write):
         ("optimzer", "did you mean 'optimizer'?"),
         ("group_size", "did you mean 'algorithm.group_size'?"),
         ("algorithm.temperature", "did you mean 'rollout.temperature' or 'evaluation.temperature'?"),
-        ("checkpoint.zzz", "should be one of checkpoint.every"),
+        (
+            "checkpoint.zzz",
+            "should be one of checkpoint.every, checkpoint.keep_last, checkpoint.keep_best, checkpoint.async_save",
+        ),
     ],
 )
 def test_unknown_key_names_the_nearest(write, key, hint):

@@ -19,7 +19,8 @@ def _resample(groups, rounds, offered):
 
     def draw(number, positions):
         asked.append((number, positions))
-        return offered[rank][number][: len(positions)]
+        fresh = offered[rank][number]
+        return None if fresh is None else fresh[: len(positions)]
 
     return *resampling.resample(groups[rank], rounds, _constant, draw), asked
 
@@ -48,3 +49,10 @@ def test_ranks_draw_equally_often(ranks):
     first, second = ranks.run(_resample, [[EQUAL, MIXED], [OTHER, OTHER]], 3, offered, **Layout(2, 1).job)
     assert first == ([FRESH, MIXED], second[1], [(0, [0]), (1, []), (2, [])])
     assert second == ([FRESH, FRESH], pytest.approx((3 + 1 + 1) / 4), [(0, [0, 1]), (1, [0]), (2, [0])])
+
+
+def test_given_up(ranks):
+    """Where a round is not sampled to its end there is no step to train on, on any rank."""
+    offered = [[[FRESH], None], [[EQUAL, EQUAL], None]]
+    for groups, _, asked in ranks.run(_resample, [[EQUAL, MIXED], [OTHER, OTHER]], 3, offered, **Layout(2, 1).job):
+        assert groups is None and [number for number, _ in asked] == [0, 1]

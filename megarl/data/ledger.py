@@ -115,7 +115,7 @@ class Ledger:
     def _changed(self, what: str) -> UserError:
         return UserError(
             f"the data of the split {self._split!r} is not what the run in {self._report.parent} began with: {what}; "
-            "restore the data, or give another run_dir"
+            "restore the data, set allow_dataset_change = true, or give another run_dir"
         )
 
 

@@ -1,5 +1,6 @@
 """From a Hugging Face checkpoint to the policy on this rank, and back."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -12,11 +13,14 @@ import torch
 import torch.distributed as dist
 from megatron.bridge import AutoBridge
 from megatron.core.process_groups_config import ProcessGroupCollection
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from megarl.errors import UserError, one_line
 from megarl.models.families import Family
 from megarl.models.hf_config import family_of
 from megarl.models.router_replay import install
+from megarl.observe.files import sync_file, sync_folder
 from megarl.platform.kernels import kernels
 
 _SHARD_BYTES = 4 << 30
@@ -167,8 +171,22 @@ def save_checkpoint(policy: Policy, folder: Path, processor) -> None:
     """Writes the policy as a Hugging Face checkpoint: weights in safetensors of at most 4 GiB, config,
     processor and tokenizer.  Collective; rank 0 writes, one shard in memory at a time.
 
-    The folder appears whole or not at all.
+    The folder appears whole or not at all, after each tensor was read back.
+
+    Raises:
+        UserError: a file cannot be written, or is not what was written when it is read.
     """
+    try:
+        _save_checkpoint(policy, folder, processor)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise UserError(f"{folder} was not written: {where}{error.strerror or error}") from error
+    except SafetensorError as error:  # its own kind, also for a full disk
+        raise UserError(f"{folder} was not written: {one_line(error)}") from error
+    dist.barrier()
+
+
+def _save_checkpoint(policy: Policy, folder: Path, processor) -> None:
     writer = _ShardWriter(folder.with_name(folder.name + ".partial")) if dist.get_rank() == 0 else None
     for name, tensor in policy.hf_weights():
         if writer:
@@ -177,13 +195,22 @@ def save_checkpoint(policy: Policy, folder: Path, processor) -> None:
         writer.close()
         policy.bridge.hf_pretrained.config.save_pretrained(writer.folder)
         processor.save_pretrained(writer.folder)
+        for file in writer.folder.iterdir():
+            sync_file(file)
+        sync_folder(writer.folder)
         old = folder.with_name(folder.name + ".old")
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             folder.rename(old)
         writer.folder.rename(folder)
+        sync_folder(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
-    dist.barrier()
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Of type, shape and values."""
+    values = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + values.tobytes()).hexdigest()
 
 
 class _ShardWriter:
@@ -193,7 +220,8 @@ class _ShardWriter:
         self.folder = folder
         self._shard: dict[str, torch.Tensor] = {}
         self._bytes = self._total = 0
-        self._files: list[tuple[str, list[str]]] = []
+        self._files: list[tuple[str, dict[str, str]]] = []
+        """Each with the digests of its tensors."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         if self._shard and self._bytes + tensor.nbytes > _SHARD_BYTES:
@@ -205,8 +233,16 @@ class _ShardWriter:
     def _flush(self) -> None:
         file = f"model-{len(self._files) + 1:05d}.safetensors"
         save_file(self._shard, self.folder / file, metadata={"format": "pt"})
-        self._files.append((file, list(self._shard)))
+        self._files.append((file, {name: _digest(tensor) for name, tensor in self._shard.items()}))
         self._shard, self._bytes = {}, 0
+        self._read_back(*self._files[-1])
+
+    def _read_back(self, file: str, written: dict[str, str]) -> None:
+        with safe_open(self.folder / file, "pt") as tensors:
+            found = {name: _digest(tensors.get_tensor(name)) for name in tensors.keys()}
+        for name in written.keys() | found.keys():
+            if written.get(name) != found.get(name):
+                raise UserError(f"{self.folder / file} is not what was written: {name} differs")
 
     def close(self) -> None:
         self._flush()

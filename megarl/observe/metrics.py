@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
@@ -41,6 +42,7 @@ class MetricsLog:
             self._open_after(step - 1)
         self._file.write(_dump(line))
         self._file.flush()
+        os.fsync(self._file.fileno())  # no checkpoint may outlive the lines before it
         for name, value in line.items():
             if name != "step" and isinstance(value, int | float):
                 self._tensorboard.add_scalar(name, value, global_step=step)

@@ -10,11 +10,13 @@ class PhaseTimer:
     """Adds up wall seconds per phase: `with timer("rollout"): ...`, then `timer.pop()` once a step.
 
     `synchronize` is called at both ends of a block, so that work that a GPU still has queued is charged to
-    the phase that queued it: give `torch.cuda.synchronize` there, and leave it out on the CPU.
+    the phase that queued it: give `torch.cuda.synchronize` there, and leave it out on the CPU.  `entered` is
+    told each phase as it begins.
     """
 
-    def __init__(self, synchronize: Callable[[], object] | None = None):
+    def __init__(self, synchronize: Callable[[], object] | None = None, entered: Callable[[str], object] | None = None):
         self._synchronize = synchronize or (lambda: None)
+        self._entered = entered or (lambda phase: None)
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
@@ -24,6 +26,7 @@ class PhaseTimer:
         An exception passes through and its time counts.  The GPU is not waited for on that way out: a rank
         that fails may have queued a collective that its peers never join, and would hang instead of failing.
         """
+        self._entered(phase)
         self._synchronize()
         start = perf_counter()
         try:

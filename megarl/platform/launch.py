@@ -29,6 +29,8 @@ _FAILED = f"megarl/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 _RANKS = f"megarl/ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{os.environ.get('GROUP_RANK')}"
 _POLL_SECONDS = 0.5
 _SAME_SIGNAL_SECONDS = 5.0
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""The last is what Slurm is asked to send ahead of the end of a job's time."""
 
 
 def rank() -> int:
@@ -79,6 +81,21 @@ def _drop_cuda_graphs() -> None:
     torch.cuda.synchronize()
 
 
+def connect() -> dist.TCPStore:
+    """A connection to torchrun's store of its own: the process group's is busy while a collective starts."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+
+def announce(code: int, message: str) -> None:
+    """Tells all other ranks that this one has failed: they end, and rank 0 prints the message of the first."""
+    if world_size() > 1:
+        try:
+            connect().compare_set(_FAILED, "", f"{code} {rank()} {message}")
+        except RuntimeError:  # the store went with the job: nobody is left to tell
+            pass
+
+
 class _FailureWatch:
     """Ends this rank when another one has announced its failure."""
 
@@ -88,22 +105,13 @@ class _FailureWatch:
         if world_size() > 1:
             threading.Thread(target=self._watch, daemon=True).start()
 
-    def _connect(self):
-        # A connection of its own: the process group's is busy while a collective starts.
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
-
     def announce(self, code: int, message: str) -> None:
         self._closed.set()
-        if world_size() > 1:
-            try:
-                self._connect().compare_set(_FAILED, "", f"{code} {rank()} {message}")
-            except RuntimeError:  # the store went with the job: nobody is left to tell
-                pass
+        announce(code, message)
 
     def _watch(self) -> None:
         try:
-            store = self._connect()
+            store = connect()
             siblings = _Siblings(store)
             while not self._closed.wait(_POLL_SECONDS):
                 if lost := siblings.lost():
@@ -129,7 +137,7 @@ class _FailureWatch:
         self._closed.set()
         if _siblings():
             try:
-                self._connect().set(f"{_RANKS}/{os.environ.get('LOCAL_RANK')}/left", "")
+                connect().set(f"{_RANKS}/{os.environ.get('LOCAL_RANK')}/left", "")
             except RuntimeError:  # as above
                 pass
 
@@ -208,17 +216,23 @@ def start(sizes: Mapping[str, int], seed: int, cuda_graphs: bool) -> None:
 
 
 class StopSignal:
-    """Remembers that SIGTERM or SIGINT came, so that the loop can stop at a safe point."""
+    """Remembers that SIGTERM, SIGINT or SIGUSR1 came or that the time is over, so that the loop can stop at a safe
+    point."""
 
-    def __init__(self):
+    def __init__(self, after_seconds: float | None = None):
+        """
+        Args:
+            after_seconds: of its life, by a clock that nobody sets; None: the time is never over.
+        """
         self._came: float | None = None
         """When the first one came, on the monotonic clock."""
+        self._end = None if after_seconds is None else time.monotonic() + after_seconds
 
     @contextmanager
     def caught(self):
         """Inside, the first signal is remembered; one that comes seconds later ends the process at once.
         Schedulers signal every process and torchrun passes its own on, so two at once are one request."""
-        previous = {s: signal.signal(s, self._handle) for s in (signal.SIGTERM, signal.SIGINT)}
+        previous = {s: signal.signal(s, self._handle) for s in _STOP_SIGNALS}
         try:
             yield self
         finally:
@@ -232,9 +246,13 @@ class StopSignal:
             signal.raise_signal(number)
         self._came = self._came or now
 
+    def asked(self) -> bool:
+        """Whether this rank was asked to stop."""
+        return self._came is not None or (self._end is not None and time.monotonic() > self._end)
+
     def agreed(self) -> bool:
         """Whether any rank was asked to stop.  Collective."""
-        flag = torch.tensor(float(self._came is not None))
+        flag = torch.tensor(float(self.asked()))
         if kernels().gpu:
             flag = flag.cuda()
         dist.all_reduce(flag, dist.ReduceOp.MAX)

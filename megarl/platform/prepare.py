@@ -35,3 +35,4 @@ for _name in (
     logging.getLogger(_name).setLevel(logging.ERROR)
 logging.getLogger("transformers.configuration_utils").addFilter(lambda record: "torch_dtype" not in record.getMessage())
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")

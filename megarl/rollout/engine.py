@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,12 +19,15 @@ from torch import Tensor
 from megarl.media.item import EncodedPrompt
 from megarl.models.router_replay import layer_replays, recording
 from megarl.parallel import experts
+from megarl.parallel.agreement import any_rank
 from megarl.rollout.context import MediaContext, MediaWrapper
 from megarl.rollout.features import FeatureCache
 from megarl.rollout.prompts import build_prompt_table, prefix_hashes
 from megarl.rollout.routing import RoutingCache
 from megarl.rollout.sampling import Sampler, SamplingOptions, group_keys
 from megarl.rollout.stepping import Controller, SteppingEngine
+
+_STEPS_BETWEEN_QUESTIONS = 32
 
 
 @dataclass(frozen=True)
@@ -161,12 +165,16 @@ class RolloutEngine:
         options: SamplingOptions,
         group_size: int = 1,
         keys: list[int] | None = None,
-    ) -> list[list[Rollout]]:
-        """Samples `group_size` completions of each prompt: `start`, `advance` to the end, `collect`."""
+        interrupted: Callable[[], bool] | None = None,
+    ) -> list[list[Rollout]] | None:
+        """Samples `group_size` completions of each prompt: `start`, `advance` to the end, `collect`; None where it was
+        `interrupted` before."""
         if not prompts and self.groups.ep.size() == 1:
             return []
         self.start(prompts, options, group_size, keys)
-        self.advance()
+        if not self.advance(interrupted=interrupted):
+            self.abandon()
+            return None
         return self.collect()
 
     def start(
@@ -197,11 +205,15 @@ class RolloutEngine:
             raise
 
     @torch.no_grad()
-    def advance(self, max_steps: int | None = None) -> bool:
+    def advance(self, max_steps: int | None = None, interrupted: Callable[[], bool] | None = None) -> bool:
         """Steps to the end, or at most `max_steps` times, and suspends: the model is ready for training then.
 
         Between two calls the weights may change, if `weights_changed` is told.  Collective over the ranks that share
         experts: they step together until the last of them is done.
+
+        Args:
+            interrupted: asked every few steps whether to leave it at that; all ranks that step together do so as soon
+                as one of them says yes.
 
         Returns:
             Whether all is sampled, on all of these ranks.
@@ -210,6 +222,8 @@ class RolloutEngine:
             with self._evaluating(), self._awake():
                 steps = 0
                 while (unfinished := self._anyone_unfinished()) and steps != max_steps:
+                    if interrupted and steps % _STEPS_BETWEEN_QUESTIONS == 0 and self._any_rank(interrupted()):
+                        break
                     if self._engine.has_unfinished_requests():
                         self._engine.step_modern()
                     else:
@@ -222,6 +236,10 @@ class RolloutEngine:
 
     def _anyone_unfinished(self) -> bool:
         return bool(experts.most(int(self._engine.has_unfinished_requests()), self.groups.ep))
+
+    def _any_rank(self, value: bool) -> bool:
+        """Over the ranks that step together: those that share experts, and those that share the weights of layers."""
+        return any_rank(any_rank(value, self.groups.ep), self.groups.tp)
 
     def collect(self) -> list[list[Rollout]]:
         """One list of `group_size` rollouts per prompt, of the generation that `advance` brought to its end.

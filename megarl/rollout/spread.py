@@ -3,11 +3,12 @@
 Each samples a part of the prompts, and all of them get all the rollouts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
 from megarl.media.item import EncodedPrompt
+from megarl.parallel.agreement import any_rank
 from megarl.rollout.engine import Rollout, RolloutEngine
 from megarl.rollout.sampling import SamplingOptions
 
@@ -18,14 +19,21 @@ def generate_spread(
     options: SamplingOptions,
     group_size: int,
     keys: Sequence[int],
-) -> list[list[Rollout]]:
-    """`RolloutEngine.generate` for prompts that all its peers were given; collective over them."""
+    interrupted: Callable[[], bool] | None = None,
+) -> list[list[Rollout]] | None:
+    """`RolloutEngine.generate` for prompts that all its peers were given; collective over them.
+
+    Where it can be `interrupted` it is collective over all ranks of the job, and None on all of them if one was: they
+    throw away what they have, and may draw it again, alike, with the same keys."""
     group = engine.peers
     if group.size() == 1:
-        return engine.generate(list(prompts), options, group_size, list(keys))
+        groups = engine.generate(list(prompts), options, group_size, list(keys), interrupted)
+        return None if interrupted and any_rank(groups is None) else groups
     owners = spread([prompt.ids.numel() for prompt in prompts], group.size())
     mine = [place for place, owner in enumerate(owners) if owner == group.rank()]
-    groups = engine.generate([prompts[i] for i in mine], options, group_size, [keys[i] for i in mine])
+    groups = engine.generate([prompts[i] for i in mine], options, group_size, [keys[i] for i in mine], interrupted)
+    if interrupted and any_rank(groups is None):
+        return None
     sampled = [[r.sampled() for r in rollouts] for rollouts in groups]
     everyone = [None] * group.size()
     dist.all_gather_object(everyone, sampled, group=group)

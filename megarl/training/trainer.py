@@ -43,7 +43,7 @@ class UpdateResult:
     grad_norm: float
     learning_rate: float
     applied: bool
-    """False where gradients were not finite and the step was skipped."""
+    """False where loss or gradients were not finite and the step was skipped."""
 
 
 class Trainer:
@@ -103,6 +103,8 @@ class Trainer:
             end_wd=options.weight_decay,
             wd_incr_steps=0,
             wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,  # a run that goes on for more steps has the schedule of so many
         )
         self.scheduler.step(1)  # the first update is made at the first step's rate, not at 0
 
@@ -142,19 +144,28 @@ class Trainer:
         self._ddp.train()
         self._ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = self._run(rows, lambda row, output: loss(row, *output), forward_only=False, twin=twin)
+        losses = []
+
+        def kept(row: PackedRow, output: Tensor) -> tuple[Tensor, Tensor]:
+            total, sums = loss(row, *output)
+            losses.append(total.detach())
+            return total, sums
+
+        sums = self._run(rows, kept, forward_only=False, twin=twin)
         applied, grad_norm = False, float("nan")
-        if self._gradients_are_finite():
+        if self._are_finite(losses):
             applied, grad_norm, _ = self.optimizer.step()
         rate = next(g["lr"] for g in self.optimizer.param_groups if g["params"])
         self.scheduler.step(1)
         return UpdateResult(float(grad_norm), rate, bool(applied)), torch.stack(sums).sum(0)
 
-    def _gradients_are_finite(self) -> bool:
-        """Over all ranks.  Megatron looks for this in fp16 only, and one NaN is in every weight after the step."""
+    def _are_finite(self, losses: list[Tensor]) -> bool:
+        """Losses and all gradients, over all ranks.  Megatron looks for this in fp16 only, and
+        one NaN is in every weight after the step."""
         extremes = [
             torch.stack(b.grad_data.aminmax()) for b in [*self._ddp.buffers, *self._ddp.expert_parallel_buffers]
         ]
+        extremes.append(torch.stack(losses).to(extremes[0]))
         finite = torch.cat(extremes).isfinite().all().float()
         torch.distributed.all_reduce(finite, torch.distributed.ReduceOp.MIN)
         return bool(finite)

@@ -132,6 +132,21 @@ def test_stop_signal_is_remembered():
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+def test_the_time_is_over():
+    """By a clock that nobody sets; who has no such limit is never asked."""
+    stop, patient = StopSignal(after_seconds=0.2), StopSignal()
+    assert not stop.asked()
+    time.sleep(0.3)
+    assert stop.asked() and not patient.asked()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_each_signal_asks(number):
+    with StopSignal().caught() as stop:
+        signal.raise_signal(number)
+        assert stop.asked()
+
+
 def test_a_later_signal_ends_the_process(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

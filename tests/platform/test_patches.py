@@ -69,3 +69,41 @@ def test_applied_here():
     ]
     if not kernels.kernels().te:
         assert not any(name.startswith("transformer_engine") for name in sys.modules)
+
+
+@pytest.mark.ranks(1)
+def test_a_checkpoint_cannot_run_code(tmp_path):
+    """Neither its index nor what it holds beside tensors; what Megatron writes is read."""
+    import io
+    import os
+    import pickle
+
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'done'}",)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(pickle.UnpicklingError, match="posix.system is no part of a checkpoint's index"):
+        FileSystemReader(tmp_path).read_metadata()
+
+    index = MetadataIndex("thing")
+    item = ReadItem(LoadItemType.BYTE_IO, index, torch.Size((0,)), index, torch.Size((0,)), torch.Size((0,)))
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    for value in (Evil(), {"step": 3}):
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        stream.seek(0)
+        planner.state_dict = {}
+        if isinstance(value, dict):
+            planner.load_bytes(item, stream)
+            assert planner.state_dict == {"thing": {"step": 3}}
+        else:
+            with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+                planner.load_bytes(item, stream)
+    assert not (tmp_path / "done").exists()

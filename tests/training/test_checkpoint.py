@@ -10,6 +10,8 @@ from tests.distributed import TP1, TP2, TP2_SP, lazy
 policies = lazy("tests.policies")
 checkpoints = lazy("megarl.training.checkpoint")
 reference = lazy("megarl.training.reference")
+folders = lazy("megarl.training.checkpoint_folder")
+dist_checkpointing = lazy("megatron.core.dist_checkpointing")
 
 STEPS = 3
 OPTIONS = dict(learning_rate=1e-3, schedule="linear", warmup_steps=2)
@@ -29,16 +31,27 @@ def _train(trainer, sequences, steps):
     return results
 
 
+def save(folder, name, trainer, progress, score=None, **retention):
+    """Begun and ended."""
+    writer = checkpoints.CheckpointWriter(folder, folders.Retention(**retention))
+    writer.save(name, trainer, progress, score)
+    writer.wait()
+
+
 def _save_and_go_on(checkpoint, folder, sequences, sequence_parallel):
     policy, trainer = _begin(checkpoint, sequence_parallel)
     _train(trainer, sequences, STEPS)
-    checkpoints.save(folder, "a", trainer, {"step": STEPS})
-    return _train(trainer, sequences, STEPS), policies.weights(policy)
+    writer = checkpoints.CheckpointWriter(folder, folders.Retention())
+    writer.save("a", trainer, {"step": STEPS})
+    after = _train(trainer, sequences, STEPS)  # while the state as it was is written
+    writer.wait()
+    return after, policies.weights(policy)
 
 
 def _load_and_go_on(checkpoint, folder, sequences, sequence_parallel):
     policy, trainer = _begin(checkpoint, sequence_parallel)
-    newest = checkpoints.latest(folder)
+    newest, said = folders.newest_whole(folder)
+    assert said == []
     assert checkpoints.read_progress(newest) == {"step": STEPS}
     checkpoints.load(newest, trainer)
     return _train(trainer, sequences, STEPS), policies.weights(policy)
@@ -73,8 +86,8 @@ def test_no_process_stays(checkpoint, tmp_path):
     """A save starts no helper, which a killed rank would leave behind."""
     before = psutil.Process().children(recursive=True)
     _, trainer = _begin(checkpoint)
-    checkpoints.save(tmp_path / "run", "a", trainer, {})
-    assert checkpoints.latest(tmp_path / "run")
+    save(tmp_path / "run", "a", trainer, {})
+    assert folders.latest(tmp_path / "run")
     assert psutil.Process().children(recursive=True) == before
 
 
@@ -84,43 +97,27 @@ def test_optimizer_state_matters(checkpoint, prompts, tmp_path):
     sequences = tiny.make_sequences(prompts)
     policy, trainer = _begin(checkpoint)
     _train(trainer, sequences, STEPS)
-    checkpoints.save_weights(tmp_path / "weights", trainer)
+    checkpoints.save_weights(tmp_path / "weights", policy.model)
     stood = policies.weights(policy)
     _train(trainer, sequences, STEPS)
     expected = policies.weights(policy)
 
     policy, trainer = _begin(checkpoint)
-    checkpoints.load_weights(tmp_path / "weights", trainer)
+    checkpoints.load_weights(tmp_path / "weights", policy.model)
     assert all(torch.equal(weight, stood[name]) for name, weight in policies.weights(policy).items())
     _train(trainer, sequences, STEPS)
     assert max(float((w - expected[n]).abs().max()) for n, w in policies.weights(policy).items()) > 1e-4
 
 
 @pytest.mark.ranks(1)
-def test_folder(checkpoint, tmp_path):
-    """The newest is found, older ones go, one that was cut off is not taken, and the old one stays until
-    then."""
-    _, trainer = _begin(checkpoint)
-    assert checkpoints.latest(tmp_path) is None
-    checkpoints.save(tmp_path, "rl_000001", trainer, {"step": 1})
-    (tmp_path / "rl_000002.partial").mkdir()  # a run that was killed while it saved
-    assert checkpoints.read_progress(checkpoints.latest(tmp_path)) == {"step": 1}
-    checkpoints.save(tmp_path, "rl_000002", trainer, {"step": 2})
-    assert checkpoints.read_progress(checkpoints.latest(tmp_path)) == {"step": 2}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "rl_000002"]
-    checkpoints.save(tmp_path, "rl_000002", trainer, {"step": 2, "again": True})  # the same step has the same state
-    assert checkpoints.read_progress(checkpoints.latest(tmp_path)) == {"step": 2}
-
-
-@pytest.mark.ranks(1)
 def test_weights_are_written_once(checkpoint, prompts, tmp_path):
     """`save_weights` keeps what is there: the reference policy of a run never changes."""
     policy, trainer = _begin(checkpoint)
-    checkpoints.save_weights(tmp_path / "reference", trainer)
+    checkpoints.save_weights(tmp_path / "reference", policy.model)
     start = policies.weights(policy)
     _train(trainer, tiny.make_sequences(prompts), 1)
-    checkpoints.save_weights(tmp_path / "reference", trainer)
-    checkpoints.load_weights(tmp_path / "reference", trainer)
+    checkpoints.save_weights(tmp_path / "reference", policy.model)
+    checkpoints.load_weights(tmp_path / "reference", policy.model)
     assert all(torch.equal(weight, start[name]) for name, weight in policies.weights(policy).items())
 
 
@@ -133,13 +130,18 @@ def test_moving_reference(checkpoint, prompts, tmp_path):
     kept, moved = reference.ReferencePolicy(policy.model), policies.weights(policy)
     _train(trainer, sequences, 1)
     trained = policies.weights(policy)
-    checkpoints.save(folder, "a", trainer, {}, kept)
+    writer = checkpoints.CheckpointWriter(folder, folders.Retention(last=2))
+    writer.save("a", trainer, {}, reference=kept)
     assert all(torch.equal(weight, trained[name]) for name, weight in policies.weights(policy).items())
-    newest = checkpoints.latest(folder)
-    _train(trainer, sequences, 1)
-    checkpoints.load_weights(checkpoints.reference_weights(newest), trainer)
+    _train(trainer, sequences, 1)  # while it is written
+    kept.take()
+    writer.wait()
+    newest, _ = folders.newest_whole(folder)
+    checkpoints.load_reference(newest, policy.model)
     assert all(torch.equal(weight, moved[name]) for name, weight in policies.weights(policy).items())
     checkpoints.load(newest, trainer)
     assert all(torch.equal(weight, trained[name]) for name, weight in policies.weights(policy).items())
-    checkpoints.save(folder, "b", trainer, {})
-    assert checkpoints.reference_weights(checkpoints.latest(folder)) is None
+    writer.save("b", trainer, {})
+    writer.wait()
+    a, b = (dist_checkpointing.load_tensors_metadata(str(folder / name)) for name in "ab")
+    assert {name for name in a if name.startswith("reference.")} == a.keys() - b.keys() != set()

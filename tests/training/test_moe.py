@@ -97,6 +97,8 @@ EP2 = Layout(2, 1, expert_parallel=2)
     [
         (TP1, TP1),
         (EP2, EP2),
+        (EP2, TP1),
+        (TP1, EP2),
         pytest.param(EP2, Layout(4, 1, expert_parallel=4), marks=pytest.mark.slow),
         pytest.param(Layout(4, 1, expert_parallel=2), EP2, marks=pytest.mark.slow),
         pytest.param(

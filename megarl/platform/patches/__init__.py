@@ -37,9 +37,9 @@ class Patch:
 
 def all_patches() -> list[Patch]:
     """In the order in which they are applied."""
-    from megarl.platform.patches import bridge, core, cuda_on_cpu, experts
+    from megarl.platform.patches import bridge, core, cuda_on_cpu, experts, safe_loading
 
-    return [*cuda_on_cpu.PATCHES, *core.PATCHES, *experts.PATCHES, *bridge.PATCHES]
+    return [*cuda_on_cpu.PATCHES, *core.PATCHES, *experts.PATCHES, *bridge.PATCHES, *safe_loading.PATCHES]
 
 
 def apply_patches(kernels: Kernels) -> list[Patch]:
