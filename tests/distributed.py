@@ -34,6 +34,9 @@ _sizes: dict[str, int] = {}
 """Of the parallel groups that this rank has now."""
 _groups: list = []
 """These, and the world."""
+_MOST_THREADS = 200
+"""Of a rank; a layout has up to 100.  What a job leaves alive keeps its groups' threads, which wake up a hundred times
+a second: such a pool is started anew."""
 _GRACE_SECONDS = 3
 """After one rank has failed, how long its peers may take to fail too."""
 
@@ -176,10 +179,13 @@ class Ranks:
                 "expert_model_parallel_size": expert_parallel,
                 "expert_tensor_parallel_size": expert_tensor_parallel,
             }
-            return pool.run(_Job(module, name, args, kwargs, sizes), timeout)
+            answers = pool.run(_Job(module, name, args, kwargs, sizes), timeout)
         except BaseException:
             self._pools.pop(world_size).end()
             raise
+        if pool.threads() > _MOST_THREADS:
+            self._pools.pop(world_size).end()
+        return answers
 
     def end(self) -> None:
         for pool in self._pools.values():
@@ -251,6 +257,10 @@ class _Pool:
             time.sleep(1)
             raise RankFailed(f"rank(s) {sorted(pending.values())} did not answer within {timeout:g} s")
         return [answers[rank] for rank in sorted(answers)]
+
+    def threads(self) -> int:
+        """Of the rank that has most of them."""
+        return max(len(os.listdir(f"/proc/{process.pid}/task")) for process in self._processes)
 
     def end(self) -> None:
         for connection in self._connections:
