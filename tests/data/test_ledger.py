@@ -140,7 +140,8 @@ def test_an_update_checks_again_and_must_find_the_same(folder, run, start):
     now = hashlib.sha256(hashlib.sha256(b"other").digest() + hashlib.sha256(b"2").digest()).hexdigest()
     assert str(error.value) == (
         f"the data of the split 'train' is not what the run in {run} began with: "
-        f"content_sha256 {before[:12]} -> {now[:12]}; restore the data, set allow_dataset_change = true, or give another run_dir"
+        f"content_sha256 {before[:12]} -> {now[:12]}; restore the data, set allow_dataset_change = true, or give "
+        "another run_dir"
     )
     # What it is compared with stays.
     assert {path.name: path.read_bytes() for path in run.iterdir()} == kept
