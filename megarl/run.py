@@ -39,6 +39,7 @@ from megarl.options import (
 )
 from megarl.packing.cost import CostModel
 from megarl.packing.rows import TokenSequence
+from megarl.parallel.agreement import gathered
 from megarl.parallel.engines import resharded_groups, shared_groups
 from megarl.recipe import Recipe
 from megarl.rewards import Judge
@@ -268,9 +269,7 @@ def start_ranks() -> Ranks:
     group = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
 
     def gather(value: Any) -> list[Any]:
-        values = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=group)
-        return values
+        return gathered(value, group)
 
     def broadcast(value: Any) -> Any:
         values = [value]

@@ -1,5 +1,7 @@
 """What one rank knows and all must act on together."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -13,3 +15,11 @@ def any_rank(value: bool, group: dist.ProcessGroup | None = None) -> bool:
     flag = torch.tensor(float(value), device="cuda" if kernels().gpu else "cpu")
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     return bool(flag)
+
+
+def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank of the group has, by rank; of the job where none is given.  Anything that can be pickled.
+    Collective."""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from torch import Tensor
+
+from megarl.parallel.agreement import gathered
 
 _ELEMENTS_AT_ONCE = 1 << 24
 """Bounds the scratch memory: some 32 bytes for each."""
@@ -31,8 +32,7 @@ class Part(NamedTuple):
 def first_difference(trained: torch.nn.Module, copy: torch.nn.Module) -> str | None:
     """The first tensor of `copy` that is not, bit for bit, the one of `trained`, and the ranks that hold it; None where
     there is none.  The same on all ranks.  Collective."""
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (list(_parts(trained)), list(_parts(copy))))
+    everyone = gathered((list(_parts(trained)), list(_parts(copy))))
     expected: dict[tuple, dict[tuple, int]] = {}
     found: dict[tuple, dict[tuple, list[tuple[int, Part]]]] = {}
     for rank, (theirs, ours) in enumerate(everyone):

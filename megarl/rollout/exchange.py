@@ -6,13 +6,13 @@ sampled; the receiver expands the prompt itself, from the same file by the same 
 
 from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.media.item import EncodedPrompt
 from megarl.packing.balance import even_parts
 from megarl.packing.cost import CostModel
 from megarl.packing.rows import TokenSequence
+from megarl.parallel.agreement import gathered
 from megarl.rollout.engine import Rollout
 
 WORTH_IT = 1.02
@@ -41,8 +41,7 @@ def balance(
     if ranks == 1:
         return groups, 1.0
     mine = [cost.row(TokenSequence(r.prompt, r.ids) for r in rollouts) for rollouts in groups]
-    everyone = [None] * ranks
-    dist.all_gather_object(everyone, (mine, list(places)), group=group)
+    everyone = gathered((mine, list(places)), group)
     size = len(groups) // minibatches
     owners, largest, total = {}, 0.0, 0.0
     for start in range(0, len(groups), size):
@@ -55,7 +54,7 @@ def balance(
     leaving = [(j, [r.sampled() for r in groups[j]]) for j in range(len(groups)) if owners[rank, j] != rank]
     sent = [None] * ranks
     if any(r != owner for (r, _), owner in owners.items()):
-        dist.all_gather_object(sent, leaving, group=group)
+        sent = gathered(leaving, group)
     kept = {(rank, j): groups[j] for j in range(len(groups)) if owners[rank, j] == rank}
     for sender, parcels in enumerate(sent):
         for j, rollouts in parcels or ():

@@ -5,10 +5,8 @@ Each samples a part of the prompts, and all of them get all the rollouts.
 
 from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
-
 from megarl.media.item import EncodedPrompt
-from megarl.parallel.agreement import any_rank
+from megarl.parallel.agreement import any_rank, gathered
 from megarl.rollout.engine import Rollout, RolloutEngine
 from megarl.rollout.sampling import SamplingOptions
 
@@ -35,9 +33,7 @@ def generate_spread(
     if interrupted and any_rank(groups is None):
         return None
     sampled = [[r.sampled() for r in rollouts] for rollouts in groups]
-    everyone = [None] * group.size()
-    dist.all_gather_object(everyone, sampled, group=group)
-    following = [iter(part) for part in everyone]
+    following = [iter(part) for part in gathered(sampled, group)]
     return [
         [Rollout(prompt, **one) for one in next(following[owner])]
         for prompt, owner in zip(prompts, owners, strict=True)

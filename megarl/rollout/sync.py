@@ -15,6 +15,7 @@ from megatron.core.resharding.copy_services.nccl_copy_service import NCCLCopySer
 from megatron.core.resharding.utils import named_refit_tensors
 
 from megarl.errors import CheckFailed
+from megarl.parallel.agreement import gathered
 from megarl.platform.kernels import kernels
 from megarl.rollout.checksums import first_difference
 from megarl.rollout.engine import RolloutEngine
@@ -72,9 +73,7 @@ class SharedWeights(WeightSync):
             ),
             None,
         )
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
-        return next(filter(None, found), None)
+        return next(filter(None, gathered(mine)), None)
 
 
 class ReshardedWeights(WeightSync):
@@ -86,9 +85,7 @@ class ReshardedWeights(WeightSync):
         self._service = NCCLCopyService() if kernels().gpu else GlooCopyService()
         received = dict(named_refit_tensors(engine.model))
         mine = sum(received[op.param_name][op.my_slice].nbytes for op in self._plan.recv_ops)
-        parts = [0] * dist.get_world_size()
-        dist.all_gather_object(parts, mine)
-        self.bytes = sum(parts)
+        self.bytes = sum(gathered(mine))
         self()
 
     def _transfer(self) -> None:

@@ -18,7 +18,8 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 from megarl.errors import UserError
 from megarl.observe.files import sync_folder
-from megarl.training.checkpoint_folder import PARTIAL, Retention, gathered, publish, refuse_damaged, seal
+from megarl.parallel.agreement import gathered
+from megarl.training.checkpoint_folder import PARTIAL, Retention, publish, refuse_damaged, seal
 from megarl.training.manifest import Entry
 from megarl.training.reference import ReferencePolicy
 from megarl.training.trainer import Trainer

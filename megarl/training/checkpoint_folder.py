@@ -8,12 +8,12 @@ import errno
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from megarl.errors import UserError
 from megarl.observe.files import replacing, sync_file, sync_folder
+from megarl.parallel.agreement import gathered
 from megarl.training import manifest
 from megarl.training.manifest import Damaged, Entry, Manifest
 
@@ -134,13 +134,6 @@ def refuse_damaged(checkpoint: Path) -> None:
         fault = str(damaged)
     if fault := next(filter(None, gathered(fault)), None):
         raise UserError(f"{checkpoint} is damaged: {fault}")
-
-
-def gathered(value: Any) -> list[Any]:
-    """Of each rank.  Collective."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _look(folder: Path) -> tuple[dict[Path, Manifest], dict[Path, str]]:

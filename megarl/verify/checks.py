@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.parallel.agreement import gathered
 from megarl.platform.kernels import kernels
 from megarl.recipe import save_recipe
 from megarl.verify.cases import Case
 from megarl.verify.compare import CHECKS, Bounds, Check, gradient_check, log_prob_distance, norm
-from megarl.verify.job import Job, gather
+from megarl.verify.job import Job
 from megarl.verify.one_rank_peer import RECIPE
 from megarl.verify.peers import CASES, Answers, Asked, Peer
 
@@ -60,11 +61,11 @@ class Verification:
         peers = self._ask(cases)
         self._say("scoring and differentiating")
         rows = training.rows(job.share(cases))
-        scores = gather(training.score(rows))
+        scores = gathered(training.score(rows))
         differentiated = {"transformers", "layout", "packing"} & {*only}
         found = Found(cases, scores, *(training.gradients(cases, rows) if differentiated else ({}, math.nan)))
         unpacked = self._unpacked(cases) if "packing" in only else None
-        several = any(gather(any(len(row.members) > 1 for row in rows)))
+        several = any(gathered(any(len(row.members) > 1 for row in rows)))
         checks, bounds = {}, None
         if self._main:
             answers = self._answers(peers)
@@ -93,7 +94,7 @@ class Verification:
         """One sequence a row."""
         training = self._job.training
         rows = training.rows(self._job.share(cases), packed=False)
-        scores = {place: values for part in gather(training.score(rows)) for place, values in part.items()}
+        scores = {place: values for part in gathered(training.score(rows)) for place, values in part.items()}
         return Answers([scores[place] for place in range(len(cases))], *training.gradients(cases, rows))
 
     def _bounds(self, cases: list[Case], answers: dict[str, dict[str, Answers]]) -> tuple[Bounds, Bounds]:
@@ -167,7 +168,7 @@ class Verification:
         job.sync()
         self._say("sampling again")
         fresh = job.sample(1)
-        answers = gather(job.training.score(job.training.rows(job.share(fresh))))
+        answers = gathered(job.training.score(job.training.rows(job.share(fresh))))
         step = Check(
             title,
             "the step moved log-probabilities",

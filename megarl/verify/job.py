@@ -20,6 +20,7 @@ from megarl.models.families import FAMILIES
 from megarl.models.hf_config import hf_config
 from megarl.options import media_options, model_options, rl_optimizer, step_options
 from megarl.packing.rows import PackedRow, TokenSequence, by_member, pack
+from megarl.parallel.agreement import gathered
 from megarl.recipe import Recipe
 from megarl.rollout.engine import Rollout
 from megarl.rollout.sampling import SamplingOptions
@@ -127,7 +128,7 @@ class Job:
         groups = generate_spread(self._parts.engine, prompts, self._sampling, self._rollouts, keys)
         sampled = {place: [rollout.sampled() for rollout in group] for place, group in zip(mine, groups, strict=True)}
         everyone: dict[int, Any] = {}
-        for part in gather(sampled, parallel_state.get_data_parallel_group()):
+        for part in gathered(sampled, parallel_state.get_data_parallel_group()):
             everyone |= part
         count = len(self._prompts) * self._rollouts
         weights = iter(advantages(count))
@@ -143,10 +144,3 @@ class Job:
         """A fresh optimizer at a constant rate; everything else as in the recipe."""
         options = replace(rl_optimizer(self.recipe), learning_rate=learning_rate, schedule="constant", warmup_steps=0)
         self.training.trainer.begin(options)
-
-
-def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value."""
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
