@@ -65,7 +65,7 @@ constraints: $(BIN)/uv
 
 # uv and not pip, because pip cannot leave out what Megatron Bridge asks for in vain ([tool.uv] in pyproject.toml).
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/uv
-	$(BIN)/uv pip install --python $(BIN)/python -c constraints.txt -e '.[test,dev]'
+	$(BIN)/uv pip install --python $(BIN)/python -c constraints.txt --compile-bytecode -e '.[test,dev]'
 	@touch $@
 
 $(BIN)/uv: | $(BIN)/pip

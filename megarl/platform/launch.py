@@ -26,8 +26,10 @@ from megarl.platform.kernels import kernels
 
 USER_ERROR, BUG = 2, 1
 _FAILED = f"megarl/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+_SAID = f"{_FAILED}/said"
 _RANKS = f"megarl/ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{os.environ.get('GROUP_RANK')}"
 _POLL_SECONDS = 0.5
+_SAID_SECONDS = 10.0
 _SAME_SIGNAL_SECONDS = 5.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """The last is what Slurm is asked to send ahead of the end of a job's time."""
@@ -53,8 +55,6 @@ def command(body: Callable[[list[str]], None], arguments: list[str]) -> int:
         watch.announce(code, str(error))
         if rank() == 0:
             print(f"megarl: error: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(4 * _POLL_SECONDS)  # rank 0 prints it, from its own failure or from ours
         return code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -87,13 +87,24 @@ def connect() -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
 
 
-def announce(code: int, message: str) -> None:
-    """Tells all other ranks that this one has failed: they end, and rank 0 prints the message of the first."""
-    if world_size() > 1:
-        try:
-            connect().compare_set(_FAILED, "", f"{code} {rank()} {message}")
-        except RuntimeError:  # the store went with the job: nobody is left to tell
-            pass
+def announce(code: int, message: str) -> bool:
+    """Tells all other ranks that this one has failed: they end, and rank 0 prints the message of the first.
+
+    Waits until rank 0 has, if that is another: once this rank is gone, torchrun ends rank 0 too.
+
+    Returns:
+        Whether rank 0 has printed it, as another rank.
+    """
+    if world_size() == 1:
+        return False
+    try:
+        store = connect()
+        store.compare_set(_FAILED, "", f"{code} {rank()} {message}")
+        if rank() != 0:
+            store.wait([_SAID], timedelta(seconds=_SAID_SECONDS))
+    except RuntimeError:  # the store went with the job, or rank 0 is gone
+        return False
+    return rank() != 0
 
 
 class _FailureWatch:
@@ -123,11 +134,12 @@ class _FailureWatch:
             code, failed, message = store.get(_FAILED).decode().split(" ", 2)
         except RuntimeError:
             return  # no store any more: torchrun is ending the job
-        if self._closed.is_set():
-            return
+        if self._closed.is_set() or int(failed) == rank():
+            return  # this rank ends by itself
         if rank() == 0:
             prefix = "megarl: error: " if int(code) == USER_ERROR else "megarl: "
             print(f"{prefix}{message}", file=sys.stderr, flush=True)
+            store.set(_SAID, "")
         sys.stdout.flush()
         # The main thread may sit in a collective that nothing but the end of the process leaves.
         os._exit(int(code))
@@ -135,11 +147,16 @@ class _FailureWatch:
     def close(self) -> None:
         """This rank's end is no loss."""
         self._closed.set()
-        if _siblings():
-            try:
-                connect().set(f"{_RANKS}/{os.environ.get('LOCAL_RANK')}/left", "")
-            except RuntimeError:  # as above
-                pass
+        if world_size() == 1:
+            return
+        try:
+            store = connect()
+            if _siblings():
+                store.set(f"{_RANKS}/{os.environ['LOCAL_RANK']}/left", "")
+            if rank() == 0:
+                store.set(_SAID, "")
+        except RuntimeError:  # as above
+            pass
 
 
 class _Siblings:

@@ -111,6 +111,6 @@ def _end(limit: float, reports: dict[int, str]) -> None:
     behind, *others = [f"rank {', '.join(map(str, ranks))} in {where}" for (_, where), ranks in sorted(places.items())]
     ahead = f"; ahead of it {'; '.join(others)}" if others else ""
     message = f"no progress for {limit:g} s: {behind}{ahead}"
-    launch.announce(launch.BUG, message)
-    print(f"megarl: {message}", file=sys.stderr, flush=True)
+    if not launch.announce(launch.BUG, message):
+        print(f"megarl: {message}", file=sys.stderr, flush=True)
     os._exit(launch.BUG)  # the main thread is not coming back
