@@ -142,6 +142,7 @@ class Run:
             self.recipe.algorithm.minibatches,
             self.cost,
             lambda index: self.encoder.encode(self.train_prompts[index]),
+            self.encoder.extend,
         )
         return groups
 

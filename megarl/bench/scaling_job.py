@@ -67,8 +67,8 @@ def measure(policy: Policy, trainer: Trainer, tokens_per_row: int, rounds: int) 
     batch = skewed_batch(policy, tokens_per_row)
     places = shard(range(len(batch)), rank, ranks)
     before = [batch[place] for place in places]
-    after, _ = balance(before, places, 1, cost, lambda place: batch[place][0].prompt)
-    sequences = [TokenSequence(rollout.prompt, rollout.ids) for group in after for rollout in group]
+    after, _ = balance(before, places, 1, cost, lambda place: batch[place][0].prompt, _no_conversation)
+    sequences = [rollout.sequence for group in after for rollout in group]
     rows = pack(sequences, tokens_per_row, model.merge_size, row_multiple(), cost)
     used, held = sum(map(len, sequences)), sum(row.ids.numel() for row in rows)
     used, held = over_data_parallel(torch.tensor([used, held])).tolist()
@@ -121,7 +121,7 @@ def _rollout(prompt: EncodedPrompt, length: int, most: int, vocabulary: int) -> 
 
 def _imbalance(groups: list[list[Rollout]], cost: CostModel) -> float:
     """Largest cost of a data-parallel rank over the ranks' mean."""
-    mine = torch.tensor(sum(cost.row(TokenSequence(r.prompt, r.ids) for r in group) for group in groups))
+    mine = torch.tensor(sum(cost.row(r.sequence for r in group) for group in groups))
     ranks = parallel_state.get_data_parallel_world_size()
     return float(over_data_parallel(mine, dist.ReduceOp.MAX) * ranks / over_data_parallel(mine))
 
@@ -158,3 +158,7 @@ def main(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.exit(launch.command(main, sys.argv[1:]))
+
+
+def _no_conversation(*_) -> EncodedPrompt:
+    raise AssertionError("a rollout of this batch has one turn")

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self
 
+from torch import Tensor
+
 from megarl.data.prompt import MediaSource, Prompt
 from megarl.errors import MediaError, PromptError
 from megarl.media.cache import ItemCache
-from megarl.media.expand import PositionRule, encode_prompt, media_tokens
+from megarl.media.expand import PositionRule, encode_prompt, extend_prompt, media_tokens
 from megarl.media.item import EncodedPrompt, MediaItem
 from megarl.media.load import load_item
 from megarl.media.options import MediaOptions
@@ -45,6 +47,10 @@ class Encoder:
     def encode(self, prompt: Prompt) -> EncodedPrompt:
         """See `megarl.media.expand.encode_prompt`, whose errors it raises."""
         return encode_prompt(prompt, self._processor, self._positions, self._max_prompt_tokens, self._items.get)
+
+    def extend(self, before: EncodedPrompt, completion: Tensor, reply: Prompt) -> EncodedPrompt:
+        """See `megarl.media.expand.extend_prompt`, whose errors it raises."""
+        return extend_prompt(before, completion, reply, self._processor, self._positions, self._items.get)
 
     def prefetch(self, prompts: Sequence[Prompt]) -> None:
         """Begin to prepare the media of the prompts that will be encoded next, in their order.

@@ -12,7 +12,7 @@ from megarl.data.prompt import Grid, Kind, MediaSource, Prompt
 from megarl.errors import ExpansionError, PromptTooLong, UserError
 from megarl.media.expanded import find_spans
 from megarl.media.item import EncodedPrompt, MediaItem
-from megarl.media.render import How, render, special_tokens
+from megarl.media.render import How, render, render_reply, special_tokens
 
 LoadItem = Callable[[MediaSource], MediaItem]
 
@@ -27,6 +27,9 @@ class PositionRule(Protocol):
 
         `media_mask` is bool `[n]`; `grids` has the grid of each run of media tokens, in order, and `seconds` the
         time between its temporal patches, 0 where it has one.
+
+        What follows a token depends on the next position alone: a row's positions are those of its first part, and
+        then those of the rest, counted from there.
         """
         ...
 
@@ -65,20 +68,61 @@ def encode_prompt(
         MediaError: a media item cannot be decoded or prepared.
         UserError: the processor has no media tokens that can be used.
     """
-    tokens = media_tokens(processor)
-    merge_size = processor.image_processor.merge_size if tokens else 1
-    temporal_patch_size = processor.video_processor.temporal_patch_size if "video" in tokens else 1
-    row = _Row(prompt.row, processor.tokenizer, merge_size, temporal_patch_size)
+    row = _Row.of(prompt, processor)
     if prompt.expanded is not None:
         _check_length(prompt, len(prompt.expanded.ids), max_prompt_tokens)
-        _take_expanded(row, prompt, tokens, load_item)
+        _take_expanded(row, prompt, media_tokens(processor), load_item)
     else:
-        _expand_messages(row, prompt, processor, tokens, load_item)
+        _expand(row, prompt, render(prompt, processor, placeholders(processor)), processor, load_item)
         _check_length(prompt, len(row.ids), max_prompt_tokens)
-    media_mask = torch.tensor(row.media_mask, dtype=torch.bool)
-    row_positions, next_position = positions(media_mask, row.grids, merge_size, row.seconds)
-    ids = torch.tensor(row.ids, dtype=torch.int64)
-    return EncodedPrompt(prompt, ids, media_mask, row_positions, next_position, tuple(row.items))
+    return row.encoded(prompt, positions)
+
+
+def extend_prompt(
+    before: EncodedPrompt,
+    completion: torch.Tensor,
+    reply: Prompt,
+    processor: Any,
+    positions: PositionRule,
+    load_item: LoadItem,
+) -> EncodedPrompt:
+    """A conversation that goes on: what the policy saw and sampled, token for token, and then what it is told.
+
+    Args:
+        before: what the completion was sampled after.
+        completion: int64 `[n]`, n >= 1, its stop token included.
+        reply: whose messages, and their media, follow the completion.
+        processor, positions, load_item: as `encode_prompt` takes them.
+
+    Returns:
+        Of the prompt that the conversation began with; `items` are those of `before` and the reply's after them.
+
+    Raises:
+        PromptError, ExpansionError, MediaError: the reply's messages or media cannot be used.
+    """
+    pieces = render_reply(reply, processor, placeholders(processor))
+    stop = processor.tokenizer.decode(completion[-1:].tolist())
+    how, first = pieces[0] if pieces else (How.PLAIN, "")
+    if how is How.MARKUP and stop and first.startswith(stop):  # it was sampled
+        pieces[0] = (how, first.removeprefix(stop))
+    row = _Row.of(reply, processor)
+    _expand(row, reply, pieces, processor, load_item)
+    after = row.encoded(reply, positions)
+    start, n = before.next_position, completion.numel()
+    sampled = torch.arange(start, start + n).expand(3, n)
+    return EncodedPrompt(
+        before.prompt,
+        torch.cat([before.ids, completion, after.ids]),
+        torch.cat([before.media_mask, torch.zeros(n, dtype=torch.bool), after.media_mask]),
+        torch.cat([before.positions, sampled, start + n + after.positions], 1),
+        start + n + after.next_position,
+        (*before.items, *after.items),
+    )
+
+
+def placeholders(processor: Any) -> dict[Kind, str]:
+    """What the chat template writes for an item, by its kind.  Raises as `media_tokens` does."""
+    return {kind: getattr(processor, f"{kind}_token") for kind in media_tokens(processor)}
 
 
 def media_tokens(processor: Any) -> dict[Kind, int]:
@@ -126,6 +170,23 @@ class _Row:
     """Likewise: between its temporal patches."""
     items: list[MediaItem] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, prompt: Prompt, processor: Any) -> "_Row":
+        """Nothing yet.  Raises as `media_tokens` does."""
+        tokens = media_tokens(processor)
+        return cls(
+            prompt.row,
+            processor.tokenizer,
+            processor.image_processor.merge_size if tokens else 1,
+            processor.video_processor.temporal_patch_size if "video" in tokens else 1,
+        )
+
+    def encoded(self, prompt: Prompt, rule: PositionRule) -> EncodedPrompt:
+        media_mask = torch.tensor(self.media_mask, dtype=torch.bool)
+        positions, following = rule(media_mask, self.grids, self.merge_size, self.seconds)
+        ids = torch.tensor(self.ids, dtype=torch.int64)
+        return EncodedPrompt(prompt, ids, media_mask, positions, following, tuple(self.items))
+
     def add_text(self, text: str, plain: bool) -> None:
         if text:
             ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=plain)
@@ -163,16 +224,13 @@ class _Row:
         self.items.append(item)
 
 
-def _expand_messages(
-    row: _Row, prompt: Prompt, processor: Any, tokens: Mapping[Kind, int], load_item: LoadItem
-) -> None:
+def _expand(row: _Row, prompt: Prompt, pieces: Sequence[tuple[How, str]], processor: Any, load_item: LoadItem) -> None:
     """Template and tokenizer see each item's expansion where its placeholder was.
 
     The placeholder alone is replaced, as in the pinned transformers, which so keeps the template's
     `<|vision_start|>` and `<|vision_end|>` round all frames of a video, each of which has its own pair
     (earlier transformers, and vLLM, take the outer pair away)."""
-    placeholders = {kind: getattr(processor, f"{kind}_token") for kind in tokens}
-    pieces = render(prompt, processor, placeholders)
+    tokens = media_tokens(processor)
     sources = {kind: [s for s in prompt.media if s.kind == kind] for kind in tokens}
     for kind, wanted in sources.items():
         written = sum(piece == (How.MEDIA, kind) for piece in pieces)

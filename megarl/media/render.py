@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from itertools import groupby
 from typing import Any
@@ -51,6 +52,34 @@ def render(prompt: Prompt, processor: Any, media: Mapping[Kind, str]) -> list[tu
         elif piece:
             pieces.append((How.MARKUP, piece))
     return pieces
+
+
+def render_reply(reply: Prompt, processor: Any, media: Mapping[Kind, str]) -> list[tuple[How, str]]:
+    """What the template writes after the end of an assistant's message that these messages follow, in pieces as
+    `render` gives them: from the token that ends that message to the one after which the next is generated.
+
+    What came before is not rendered again: a template may write an earlier message otherwise than it was sampled.
+
+    Args:
+        reply: of its `messages` only what they add is rendered; no system message.
+
+    Raises:
+        PromptError: as `render`, or the template does not write an assistant's message as it is.
+    """
+    mark = "\ue001"
+    while any(mark in part["text"] for m in reply.messages for part in m["content"] if part["type"] == "text"):
+        mark += "\ue001"
+    before = [{"role": "user", "content": [_text("?")]}, {"role": "assistant", "content": [_text(mark)]}]
+    pieces = render(replace(reply, messages=(*before, *reply.messages)), processor, media)
+    found = [place for place, (how, piece) in enumerate(pieces) if how is How.MARKUP and mark in piece]
+    if len(found) != 1 or pieces[found[0]][1].count(mark) != 1:
+        raise PromptError(reply.row, "the chat template does not write an assistant's message as it is")
+    rest = pieces[found[0]][1].split(mark)[1]
+    return [(How.MARKUP, rest)] * bool(rest) + pieces[found[0] + 1 :]
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:

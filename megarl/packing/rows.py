@@ -28,9 +28,24 @@ class TokenSequence:
     routing_indices: Tensor | None = None
     """integers `[tokens - 1, layers, top-k]`: the experts that the engine sent each token but the last to, for training
     to replay; None: the router chooses."""
+    earlier: Tensor | None = None
+    """int64 `[k]`: places in the prompt, none the first, of tokens that count as the completion's do: what was sampled
+    in earlier turns of a conversation."""
 
     def __len__(self) -> int:
         return self.prompt.ids.numel() + self.completion.numel()
+
+    @property
+    def targets(self) -> Tensor:
+        """int64 `[k + n]`: the tokens that are trained on or scored, in their order."""
+        return self.completion if self.earlier is None else torch.cat([self.prompt.ids[self.earlier], self.completion])
+
+    @property
+    def places(self) -> Tensor:
+        """int64 `[k + n]`: where they are in the sequence."""
+        n = self.prompt.ids.numel()
+        completion = torch.arange(n, n + self.completion.numel())
+        return completion if self.earlier is None else torch.cat([self.earlier, completion])
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,19 +61,19 @@ class PackedRow:
     bounds: tuple[int, ...]
     """Cumulative lengths of the segments; padding at the end is a segment of its own."""
     predictors: Tensor
-    """int64 `[completion tokens]`: the places in the row whose logits predict them."""
+    """int64 `[targets]`: the places in the row whose logits predict them."""
     targets: Tensor
-    """int64 `[completion tokens]`: the completion tokens themselves."""
+    """int64 `[targets]`: the members' `TokenSequence.targets`."""
     members: tuple[int, ...]
     """Which of the packed sequences the row holds, in order."""
     lengths: tuple[int, ...]
-    """Completion tokens of each member."""
+    """Targets of each member."""
     routing_indices: Tensor | None = None
     """int16 `[tokens, layers, top-k]`: experts to replay, or `NOT_RECORDED` (last token of a sequence, padding); None:
     the router chooses everywhere."""
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """`[completion tokens]` to one tensor per member."""
+        """`[targets]` to one tensor per member."""
         return list(values.split(self.lengths))
 
 
@@ -96,7 +111,7 @@ def pack(
 
 
 def by_member(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> dict[int, Tensor]:
-    """What each row's completion tokens have, one tensor per packed sequence, in their order before packing."""
+    """What each row's targets have, one tensor per packed sequence, in their order before packing."""
     parts = {
         m: part
         for row, value in zip(rows, values, strict=True)
@@ -169,7 +184,7 @@ def _row(sequences: Sequence[TokenSequence], members: list[int], merge_size: int
             counts = [(start_of[i.digest], i.feature_count(merge_size)) for i in prompt.items]
             rows[:n][prompt.media_mask] = torch.cat([torch.arange(s, s + c) for s, c in counts])
         feature_rows.append(rows)
-        predictors.append(start + n - 1 + torch.arange(m))
+        predictors.append(start + sequences[index].places - 1)
         bounds.append(start + n + m)
     padding = -bounds[-1] % multiple
     if padding:
@@ -184,9 +199,9 @@ def _row(sequences: Sequence[TokenSequence], members: list[int], merge_size: int
         items=tuple(items),
         bounds=tuple(bounds),
         predictors=torch.cat(predictors),
-        targets=torch.cat([sequences[i].completion for i in members]),
+        targets=torch.cat([sequences[i].targets for i in members]),
         members=tuple(members),
-        lengths=tuple(sequences[i].completion.numel() for i in members),
+        lengths=tuple(sequences[i].targets.numel() for i in members),
         routing_indices=_routing([sequences[i] for i in members], bounds),
     )
 

@@ -20,6 +20,8 @@ class EngineGroups:
     """Of the module that the engine steps; `dp_cp` is one rank of each engine."""
     peers: dist.ProcessGroup
     """One rank of each engine that samples a part of the same prompts."""
+    same_prompts: dist.ProcessGroup
+    """All ranks of these engines."""
     data_parallel_ranks: range
     """Of the trainer: whose prompts these are."""
 
@@ -28,7 +30,8 @@ def shared_groups() -> EngineGroups:
     """The engine steps the trainer's module."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     rank = parallel_state.get_data_parallel_rank()
-    return EngineGroups(groups, groups.cp, range(rank, rank + 1))
+    same = parallel_state.get_tensor_and_context_parallel_group()
+    return EngineGroups(groups, groups.cp, same, range(rank, rank + 1))
 
 
 def resharded_groups(
@@ -58,5 +61,6 @@ def resharded_groups(
         list(range(first + lane, first + block, engine)) for first in range(0, world, block) for lane in range(engine)
     ]
     peers, _ = dist.new_subgroups_by_enumeration(lanes)
+    same, _ = dist.new_subgroups_by_enumeration([list(range(first, first + block)) for first in range(0, world, block)])
     first = rank // block * block // same_rows
-    return EngineGroups(groups, peers, range(first, first + block // same_rows))
+    return EngineGroups(groups, peers, same, range(first, first + block // same_rows))

@@ -16,8 +16,10 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor
 
+from megarl.data.prompt import Prompt
 from megarl.media.item import EncodedPrompt
 from megarl.models.router_replay import layer_replays, recording
+from megarl.packing.rows import TokenSequence
 from megarl.parallel import experts
 from megarl.parallel.agreement import any_rank
 from megarl.rollout.context import MediaContext, MediaWrapper
@@ -28,6 +30,10 @@ from megarl.rollout.sampling import Sampler, SamplingOptions, group_keys
 from megarl.rollout.stepping import Controller, SteppingEngine
 
 _STEPS_BETWEEN_QUESTIONS = 32
+
+Extend = Callable[[EncodedPrompt, Tensor, Prompt], EncodedPrompt]
+"""`(what was seen, what was sampled then, the reply to it)` to what is seen next; see
+`megarl.media.expand.extend_prompt`."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +57,27 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class Rollout:
-    """One sampled completion."""
+class Turn:
+    """A completion after which the conversation went on."""
 
-    prompt: EncodedPrompt
+    start: int
+    """Place of its first token in the conversation."""
     ids: Tensor
     """int64 `[n]`, the stop token included."""
+    log_probs: Tensor
+    """float32 `[n]`: as `Rollout.log_probs`."""
+    reply: Prompt
+    """What was said to it; its media are sources, that any rank can prepare again."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """One sampled completion, or a conversation: what counts as one for the policy gradient."""
+
+    prompt: EncodedPrompt
+    """All before the completion: where there were `turns`, these and what was said to them are its end."""
+    ids: Tensor
+    """int64 `[n]`, the stop token included; of a conversation its last completion."""
     log_probs: Tensor
     """float32 `[n]`: behaviour log-probabilities, of the distribution that was sampled from."""
     finished: bool
@@ -64,10 +85,38 @@ class Rollout:
     routing_indices: Tensor | None = None
     """uint8, or int16 where there are more than 256 experts, `[prompt + n - 1, layers with experts, top-k]`: the
     experts of each token but the last sampled one, which was never run.  None without router replay."""
+    turns: tuple[Turn, ...] = ()
+    """Earlier completions of a conversation, in order."""
+    verdict: Any = None
+    """What the environment has said of a conversation when it ended; None: the answer is yet to be judged."""
+
+    @property
+    def sequence(self) -> TokenSequence:
+        """As training takes it: all that was sampled is trained on."""
+        places = [torch.arange(turn.start, turn.start + turn.ids.numel()) for turn in self.turns]
+        return TokenSequence(self.prompt, self.ids, self.routing_indices, torch.cat(places) if places else None)
+
+    @property
+    def sampled_log_probs(self) -> Tensor:
+        """float32, of the tokens that are trained on, in their order."""
+        return torch.cat([*(turn.log_probs for turn in self.turns), self.log_probs])
 
     def sampled(self) -> dict[str, Any]:
         """Everything but the prompt, by field: what moves between ranks, of which each expands prompts by itself."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "prompt"}
+
+    @classmethod
+    def restored(cls, prompt: EncodedPrompt, sampled: dict[str, Any], extend: Extend) -> "Rollout":
+        """On another rank.
+
+        Args:
+            prompt: that the conversation began with.
+            sampled: by the method of that name.
+            extend: gives the prompt of the next turn.
+        """
+        for turn in sampled["turns"]:
+            prompt = extend(prompt, turn.ids, turn.reply)
+        return cls(prompt, **sampled)
 
 
 @dataclass(frozen=True)

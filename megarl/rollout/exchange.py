@@ -11,9 +11,8 @@ from megatron.core import parallel_state
 from megarl.media.item import EncodedPrompt
 from megarl.packing.balance import even_parts
 from megarl.packing.cost import CostModel
-from megarl.packing.rows import TokenSequence
 from megarl.parallel.agreement import gathered
-from megarl.rollout.engine import Rollout
+from megarl.rollout.engine import Extend, Rollout
 
 WORTH_IT = 1.02
 """Largest cost over mean cost below which nothing moves."""
@@ -25,6 +24,7 @@ def balance(
     minibatches: int,
     cost: CostModel,
     encode: Callable[[int], EncodedPrompt],
+    extend: Extend,
 ) -> tuple[list[list[Rollout]], float]:
     """This rank's groups after the exchange; of each minibatch as many as before.  Collective.
 
@@ -32,6 +32,7 @@ def balance(
         groups: minibatches one after another, with as many groups on every data-parallel rank.
         places: of their prompts in the data set.
         encode: gives the prompt at a place.
+        extend: gives what is seen in the next turn of a conversation.
 
     Returns:
         The groups, and the largest cost of a rank over the ranks' mean, summed over the minibatches.
@@ -40,7 +41,7 @@ def balance(
     ranks, rank = group.size(), group.rank()
     if ranks == 1:
         return groups, 1.0
-    mine = [cost.row(TokenSequence(r.prompt, r.ids) for r in rollouts) for rollouts in groups]
+    mine = [cost.row(r.sequence for r in rollouts) for rollouts in groups]
     everyone = gathered((mine, list(places)), group)
     size = len(groups) // minibatches
     owners, largest, total = {}, 0.0, 0.0
@@ -60,7 +61,7 @@ def balance(
         for j, rollouts in parcels or ():
             if owners[sender, j] == rank:
                 prompt = encode(everyone[sender][1][j])
-                kept[sender, j] = [Rollout(prompt, **sampled) for sampled in rollouts]
+                kept[sender, j] = [Rollout.restored(prompt, sampled, extend) for sampled in rollouts]
     in_order = sorted(kept, key=lambda key: (key[1] // size, key))
     return [kept[key] for key in in_order], largest * ranks / total
 

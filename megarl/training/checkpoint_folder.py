@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megarl.errors import UserError
 from megarl.observe.files import replacing, sync_file, sync_folder
-from megarl.parallel.agreement import gathered
+from megarl.parallel.agreement import from_first, gathered
 from megarl.training import manifest
 from megarl.training.manifest import Damaged, Entry, Manifest
 
@@ -64,7 +64,7 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
         UserError: checkpoints were saved and none is whole, or one cannot be read.
     """
     # Ranks may see a shared folder at different times.
-    found, faults, began = _from_rank_0(lambda: (*_look(folder), (folder / _LATEST).exists()))
+    found, faults, began = from_first(lambda: (*_look(folder), (folder / _LATEST).exists()))
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = None
     for path in sorted(found, key=lambda path: -found[path].number):
@@ -155,9 +155,3 @@ def _fault(expected: Manifest, path: Path, part: int, parts: int) -> str | None:
         if error.errno == errno.EIO:  # the disk itself says that it is damaged
             return f"{error.filename or path} cannot be read: {error.strerror}"
         raise UserError(f"{error.filename or path} cannot be read: {error.strerror}") from None
-
-
-def _from_rank_0(ask):
-    values = [ask() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]

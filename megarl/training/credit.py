@@ -65,7 +65,7 @@ def assign_credit(samples: Sequence[Sample], scored: Scored, options: CreditOpti
     Args:
         samples: of this rank, groups of `group_size` one after another.
     """
-    lengths = [sample.sequence.completion.numel() for sample in samples]
+    lengths = [sample.sequence.targets.numel() for sample in samples]
     engine = torch.cat([sample.rollout_log_probs for sample in samples])
     trainer = torch.cat(scored.trainer)
     rewards = torch.tensor([sample.rewards for sample in samples])

@@ -110,7 +110,7 @@ class PolicyStep:
 
     def _weights(self, samples: list[Sample], kept: Tensor) -> Tensor:
         """float32 `[samples]`: of each one's tokens in the loss of the minibatch that all ranks share."""
-        lengths = torch.tensor([sample.sequence.completion.numel() for sample in samples])
+        lengths = torch.tensor([sample.sequence.targets.numel() for sample in samples])
         totals = over_data_parallel(batch_totals(lengths, kept))
         return sequence_weights(lengths, kept, totals, self._options.normalization, self._options.max_new_tokens)
 
@@ -138,7 +138,7 @@ class PolicyStep:
         """Of a row that holds `members` of the samples, each of whose tokens has its weight in `weights`; `masked` are
         log-probabilities and entropies of the row's twin, where it has one."""
         device = log_probs.device
-        lengths = [samples[m].sequence.completion.numel() for m in members]
+        lengths = [samples[m].sequence.targets.numel() for m in members]
 
         def tokens(values: list[Tensor]) -> Tensor:
             return torch.cat([values[m] for m in members]).to(device)

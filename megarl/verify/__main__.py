@@ -107,15 +107,15 @@ def _working_folder(recipe: Recipe):
     one beside the run folder, which they share."""
     import torch.distributed as dist
 
-    from megarl.verify.checks import from_rank_0
+    from megarl.parallel.agreement import from_first
 
-    folder = None
-    if launch.rank() == 0:
+    def make() -> str:
         parent = None if launch.world_size() == int(os.environ["LOCAL_WORLD_SIZE"]) else Path(recipe.run_dir).parent
         if parent is not None:
             parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(prefix="megarl-verify-", dir=parent)
-    folder = Path(from_rank_0(folder))
+        return tempfile.mkdtemp(prefix="megarl-verify-", dir=parent)
+
+    folder = Path(from_first(make))
     try:
         yield folder
         dist.barrier()  # nobody reads it any more

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.parallel.agreement import gathered
+from megarl.parallel.agreement import from_first, gathered
 from megarl.platform.kernels import kernels
 from megarl.recipe import save_recipe
 from megarl.verify.cases import Case
@@ -52,7 +52,7 @@ class Verification:
         finally:
             for peer in self._peers.values():
                 peer.end()
-        return from_rank_0(checks)
+        return from_first(lambda: checks)
 
     def _checks(self) -> list[Check]:
         job, only, training = self._job, self._only, self._job.training
@@ -87,7 +87,7 @@ class Verification:
                     else [Check(CHECKS["packing"], "everything", note="each of these sequences fills a row of its own")]
                 )
         if "sync" in only:
-            checks["sync"] = self._sync(cases, rows, scores, from_rank_0(bounds))
+            checks["sync"] = self._sync(cases, rows, scores, from_first(lambda: bounds))
         return [check for name in CHECKS for check in checks.get(name, [])]
 
     def _unpacked(self, cases: list[Case]) -> Answers:
@@ -161,7 +161,8 @@ class Verification:
             job.training.step(cases, rows)
             after = job.training.score(rows)
             after = [after[place] for row in rows for place in row.members]
-            moved = from_rank_0(log_prob_distance(torch.cat(after), torch.cat(before))[statistic])
+            moved = log_prob_distance(torch.cat(after), torch.cat(before))[statistic]
+            moved = from_first(lambda moved=moved: moved)
             if moved >= VISIBLE * bound or attempt == _RATES - 1:
                 break
             rate *= 10
@@ -235,10 +236,3 @@ def _by_modality(
 def _sampled(cases: Sequence[Case]) -> list[Tensor]:
     """The engine's log-probabilities."""
     return [case.sampled for case in cases]
-
-
-def from_rank_0(value):
-    """Rank 0's value, on all ranks."""
-    box = [value]
-    dist.broadcast_object_list(box, 0)
-    return box[0]

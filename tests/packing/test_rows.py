@@ -45,6 +45,20 @@ sequences = st.lists(
 )
 
 
+def test_earlier_turns_are_targets_too():
+    """What was sampled in the middle of a prompt is predicted from the place before it; the rest is not."""
+    talk = replace(sequence([3, ITEMS[1], 6], 2), earlier=torch.tensor([5, 6, 9]))
+    assert talk.targets.tolist() == [*talk.prompt.ids[[5, 6, 9]].tolist(), 200, 201]
+    assert talk.places.tolist() == [5, 6, 9, 11, 12]
+    (row,) = pack([sequence([4], 3), talk, sequence([2], 1)], 64, MERGE, 8)
+    predictors = dict(zip(row.members, row.split(row.predictors), strict=True))
+    targets = dict(zip(row.members, row.split(row.targets), strict=True))
+    start = row.bounds[row.members.index(1)]
+    assert predictors[1].tolist() == [start + place for place in (4, 5, 8, 10, 11)]
+    assert torch.equal(targets[1], talk.targets) and row.lengths[row.members.index(1)] == 5
+    assert torch.equal(row.ids[predictors[1] + 1], targets[1])
+
+
 @settings(deadline=None)
 @given(sequences, st.sampled_from([1, 2, 8]), st.integers(0, 8))
 def test_rows(given_sequences, multiple, more):

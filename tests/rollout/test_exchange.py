@@ -42,7 +42,7 @@ def _exchange(prompts, lengths):
         encoded.append(place)
         return prompts[place]
 
-    kept, imbalance = exchange.balance(groups, places, MINIBATCHES, cost.CostModel(stack, stack), encode)
+    kept, imbalance = exchange.balance(groups, places, MINIBATCHES, cost.CostModel(stack, stack), encode, None)
     return (
         [[_plain(rollout) for rollout in group] for group in kept],
         imbalance,
