@@ -256,13 +256,15 @@ def _reference(recipe: Recipe, whole: int, trained: int) -> int:
 
 def check_kv_cache(recipe: Recipe, config: "PreTrainedConfig", dtype: str) -> None:
     """Refuses a KV cache in which the longest request would wait for ever."""
-    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens
+    longest, what = recipe.longest_sequence, "data.max_prompt_tokens + rollout.max_new_tokens"
+    if recipe.rollout.max_sequence_tokens is not None:
+        what = "rollout.max_sequence_tokens"
     size = recipe.rollout.block_size_tokens
     held = max(0, kv_cache_blocks(recipe, config, dtype)) * size
     if held < longest:
         raise UserError(
             f"rollout.kv_cache_gb = {recipe.rollout.kv_cache_gb} holds {held} tokens in {dtype}: should hold "
-            f"data.max_prompt_tokens + rollout.max_new_tokens = {longest}"
+            f"{what} = {longest}"
         )
 
 
@@ -376,7 +378,7 @@ def report(recipe: Recipe, world_size: int) -> str:
     kinds = dtypes(recipe)
     tensor_parallel = recipe.parallel.tensor_model_parallel_size
     algorithm, rollout = recipe.algorithm, recipe.rollout
-    longest = recipe.data.max_prompt_tokens + rollout.max_new_tokens
+    longest = recipe.longest_sequence
     prompts, group, rollouts = algorithm.prompts_per_step, algorithm.group_size, algorithm.rollouts_per_step
     parameters = count_parameters(config)
     capacities = ", ".join(

@@ -14,6 +14,7 @@ from megarl.environments.visual_answer import VisualAnswer
 from megarl.errors import UserError
 from megarl.media.options import ImageOptions, MediaOptions, VideoOptions
 from megarl.models.build import ModelOptions
+from megarl.partial_rollouts import PartialOptions
 from megarl.platform.kernels import kernels
 from megarl.recipe import Recipe
 from megarl.rewards import RewardOptions
@@ -105,7 +106,7 @@ def engine_options(recipe: Recipe) -> EngineOptions:
     return EngineOptions(
         max_requests=r.max_requests,
         max_tokens_per_step=r.max_tokens_per_step,
-        max_sequence_length=recipe.data.max_prompt_tokens + r.max_new_tokens,
+        max_sequence_length=recipe.longest_sequence,
         kv_cache_gb=r.kv_cache_gb,
         block_size_tokens=r.block_size_tokens,
         enable_prefix_caching=r.enable_prefix_caching,
@@ -171,6 +172,16 @@ def sampling_options(recipe: Recipe, stop_ids: tuple[int, ...]) -> SamplingOptio
     """How training rollouts are sampled."""
     r = recipe.rollout
     return SamplingOptions(r.max_new_tokens, stop_ids, r.temperature, r.top_p, r.top_k)
+
+
+def partial_options(recipe: Recipe) -> PartialOptions | None:
+    """How far a step samples, where rollouts may go on in the next; None where they do not."""
+    r, a = recipe.rollout, recipe.algorithm
+    if r.partial is None:
+        return None
+    return PartialOptions(
+        a.prompts_per_step, r.partial.extra_prompts, a.group_size, r.partial.tokens_per_round, r.max_new_tokens
+    )
 
 
 def evaluation_options(recipe: Recipe, stop_ids: tuple[int, ...]) -> SamplingOptions:

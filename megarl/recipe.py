@@ -302,6 +302,14 @@ class RolloutParallelSection(Section):
     """Ranks that share the weights of each expert."""
 
 
+class PartialSection(Section):
+    extra_prompts: PositiveInt
+    """Prompts in flight beside those that a step trains on: the more, the less often does it wait for the last."""
+    tokens_per_round: PositiveInt
+    """New tokens of a rollout after which all ranks look whether enough groups are done; divides
+    rollout.max_new_tokens."""
+
+
 class RolloutSection(Section):
     max_new_tokens: PositiveInt
     """Longest answer in tokens, its end token included."""
@@ -331,6 +339,12 @@ class RolloutSection(Section):
     """Patches that go through the vision tower at once; a larger video is cut between its frames."""
     cuda_graphs: bool = True
     """Replay the engine's steps as CUDA graphs; ignored without a GPU."""
+    max_sequence_tokens: PositiveInt | None = None
+    """Tokens of a conversation (environment.max_turns), its next completion included; without room for that it ends.
+    Null: data.max_prompt_tokens + rollout.max_new_tokens."""
+    partial: PartialSection | None = None
+    """Do not wait for the longest completions: what a step has not finished goes on in the next, under its weights.
+    Null: every rollout is sampled to its end in its own step."""
     parallel: RolloutParallelSection | None = None
     """A layout of the engines' own: the weights are held twice and resharded after each step; null: engines and
     trainer share one set of weights."""
@@ -458,6 +472,11 @@ class Recipe(Section):
         if self.rollout.parallel is None:
             return self.parallel.model_copy(update={"context_parallel_size": 1})
         return ParallelSection(**self.rollout.parallel.model_dump())
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of a prompt with its completion, or of a conversation."""
+        return self.rollout.max_sequence_tokens or self.data.max_prompt_tokens + self.rollout.max_new_tokens
 
     @property
     def total_updates(self) -> int:
@@ -643,16 +662,47 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         "rollout.enable_chunked_prefill rollout.max_tokens_per_step data.max_prompt_tokens",
         "an unchunked prompt must fit into the engine's step",
     )
+    shortest = r.data.max_prompt_tokens + r.rollout.max_new_tokens
     yield (
-        r.data.max_prompt_tokens + r.rollout.max_new_tokens > r.training.tokens_per_row,
-        "data.max_prompt_tokens rollout.max_new_tokens training.tokens_per_row",
+        r.longest_sequence < shortest,
+        "rollout.max_sequence_tokens data.max_prompt_tokens rollout.max_new_tokens",
+        "a prompt and one completion must fit",
+    )
+    longest = "data.max_prompt_tokens rollout.max_new_tokens"
+    if r.rollout.max_sequence_tokens is not None:
+        longest = "rollout.max_sequence_tokens"
+    yield (
+        r.longest_sequence > r.training.tokens_per_row,
+        f"{longest} training.tokens_per_row",
         "a row must hold the longest sample",
     )
+    yield from _partial_conflicts(r)
     yield (
         r.steps > 0 and r.optimizer.warmup_steps > r.total_updates,
         "optimizer.warmup_steps steps algorithm.epochs algorithm.minibatches",
         f"the run has only {r.total_updates} updates",
     )
+
+
+def _partial_conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
+    """Of rollouts that go on in the next step."""
+    partial = r.rollout.partial
+    if partial is None:
+        return
+    yield (
+        r.rollout.max_new_tokens % partial.tokens_per_round > 0,
+        "rollout.partial.tokens_per_round rollout.max_new_tokens",
+        "a round should be a whole part of the longest completion",
+    )
+    for key, given, why in (
+        ("resample_rounds", r.algorithm.resample_rounds > 0, "a group is judged when it is done, steps after it began"),
+        (
+            "router_replay",
+            r.algorithm.router_replay,
+            "the experts of a rollout's first tokens are those of other weights",
+        ),
+    ):
+        yield given, f"rollout.partial.extra_prompts algorithm.{key}", why
 
 
 def _engine_conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:

@@ -1,7 +1,7 @@
 """Everything that a run holds, built from its recipe."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -129,22 +129,44 @@ class Run:
         keys = [draw_key(seed, f"resample {number}", step, place) for place in places]
         return self._encode([indices[place] for place in places]), keys
 
-    def balance(self, groups: list[list[Rollout]]) -> list[list[Rollout]]:
-        """The groups that this rank trains on, of those that were sampled here for a step: the same minibatches, of
-        even cost over the data-parallel ranks."""
-        ranks = self.parts.data_parallel_ranks
-        size = len(groups) // len(ranks)
-        first = ranks.index(self.dp_rank) * size
-        groups = groups[first : first + size]
-        groups, self.imbalance = balance(
-            groups,
-            [rollouts[0].prompt.prompt.index for rollouts in groups],
-            self.recipe.algorithm.minibatches,
+    def numbered_prompts(self, numbers: Sequence[int]) -> list[EncodedPrompt]:
+        """The prompts of the run's groups, counted in the order in which they begin."""
+        return self._encode([index for number in numbers for index in self._sampler.indices(number, 1)])
+
+    def prefetch_numbers(self, numbers: Sequence[int]) -> None:
+        """Begins to prepare the media of those of the run's groups that are sampled here."""
+        indices = [self._sampler.indices(number, 1)[0] for number in numbers if self.samples_here(number)]
+        self.encoder.prefetch([self.train_prompts[index] for index in indices])
+
+    def samples_here(self, number: int) -> bool:
+        """Whether this rank's engine and its peers sample the run's group of that number."""
+        return number % self.dp_size in self.parts.data_parallel_ranks
+
+    def offers(self, number: int) -> bool:
+        """Whether, of the ranks that have the run's group of that number, this one offers it to those that train."""
+        return number % self.dp_size == self.dp_rank
+
+    def offered(self, step: int, groups: list[list[Rollout]]) -> dict[int, list[Rollout]]:
+        """Of the groups that were sampled here for a step, this data-parallel rank's, by their places in its batch."""
+        mine = {place for place, _ in self._step_share(step, self.dp_rank)}
+        sampled = [place for place, _ in self._sampled_here(step)]
+        return {place: group for place, group in zip(sampled, groups, strict=True) if place in mine}
+
+    def balance(self, groups: Mapping[int, list[Rollout]]) -> list[list[Rollout]]:
+        """The groups that this rank trains on, of those that each offers, by their places in the step's batch: of each
+        minibatch as many as every rank, of even cost."""
+        algorithm = self.recipe.algorithm
+        kept, self.imbalance = balance(
+            list(groups.values()),
+            list(groups),
+            [rollouts[0].prompt.prompt.index for rollouts in groups.values()],
+            algorithm.prompts_per_step,
+            algorithm.minibatches,
             self.cost,
             lambda index: self.encoder.encode(self.train_prompts[index]),
             self.encoder.extend,
         )
-        return groups
+        return kept
 
     def _sampled_here(self, step: int) -> list[tuple[int, int]]:
         """The shares of one data-parallel rank after another."""

@@ -2,14 +2,16 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megarl.errors import UserError
 from megarl.evaluate import evaluate
-from megarl.media.item import MODALITIES
+from megarl.media.item import MODALITIES, EncodedPrompt
 from megarl.models.build import fill, save_checkpoint
 from megarl.observe.curve import draw_curve
 from megarl.observe.files import replacing
@@ -18,7 +20,9 @@ from megarl.observe.mismatch import MismatchParts, labelled_metrics, mismatch_by
 from megarl.observe.progress import NullProgress, Progress
 from megarl.observe.rollouts import RolloutRow, write_rollouts
 from megarl.observe.timer import PhaseTimer
-from megarl.options import rl_optimizer, sampling_options, step_options, warmup_optimizer
+from megarl.options import partial_options, rl_optimizer, sampling_options, step_options, warmup_optimizer
+from megarl.parallel.agreement import gathered
+from megarl.partial_rollouts import PartialRollouts, flat, unflat
 from megarl.platform.kernels import kernels
 from megarl.platform.launch import StopSignal
 from megarl.platform.watchdog import Watchdog
@@ -27,7 +31,7 @@ from megarl.resample import resample
 from megarl.rewards import Batch
 from megarl.rollout.engine import Rollout
 from megarl.rollout.spread import generate_spread
-from megarl.run import build_run, start_ranks
+from megarl.run import build_run, draw_key, start_ranks
 from megarl.startup import architecture, keep_recipe, prepare_data, refuse_other_architecture, refuse_other_recipe
 from megarl.training import checkpoint, checkpoint_folder
 from megarl.training.credit import Credit, Scored
@@ -57,7 +61,7 @@ class Session:
         self._checkpoints, self._reference_folder = folder / "checkpoints", folder / "reference"
         self._newest, self._said = checkpoint_folder.newest_whole(self._checkpoints)
         self.run = build_run(recipe, folder, ranks)
-        self.sampling = sampling_options(recipe, self.run.stop_ids)
+        self._sampling = sampling_options(recipe, self.run.stop_ids)
         minutes = recipe.limits.no_progress_minutes
         self._watchdog = Watchdog(minutes and 60 * minutes)
         self.timer = PhaseTimer(torch.cuda.synchronize if kernels().gpu else None, self._watchdog.enter)
@@ -70,6 +74,7 @@ class Session:
         self._resampled = 0.0
         self._progress = Progress(recipe.steps) if self._main else NullProgress()
         self._resume()
+        self._partial = self._partial_rollouts(self._newest if self._phase == _RL else None)
         if self._main:
             keep_recipe(recipe, folder)
         self._log = MetricsLog(folder, self._step if self._phase == _RL else -1) if self._main else None
@@ -172,23 +177,62 @@ class Session:
             if every and step % every == 0:
                 self._save()
 
-    def interrupted(self) -> bool:
+    def sample(self, step: int) -> dict[int, list[Rollout]] | None:
+        """The groups of a step that this rank offers to those that train, by their places in its batch; None on all
+        ranks where one was interrupted.  Collective."""
+        run = self.run
+        if self._partial is not None:
+            found = self._partial.step(step)
+            run.prefetch_numbers(self._partial.begins(step + 1))
+            if found is None:
+                return None
+            return {place: list(group.rollouts) for place, group in found.items() if run.offers(group.number)}
+        groups = self._generate(*run.step_prompts(step))
+        if groups is not None:
+            groups = self._resample(step, groups)
+        return None if groups is None else run.offered(step, groups)
+
+    def _generate(self, prompts: list[EncodedPrompt], keys: list[int]) -> list[list[Rollout]] | None:
+        size = self._recipe.algorithm.group_size
+        return generate_spread(self.run.engine, prompts, self._sampling, size, keys, self._interrupted)
+
+    def _interrupted(self) -> bool:
         """Asked in mid-rollout: whether this rank shall stop.  A sign of life, too."""
         self._watchdog.alive()
         return self._signal.asked()
 
-    def resample(self, step: int, groups: list[list[Rollout]]) -> list[list[Rollout]] | None:
+    def _resample(self, step: int, groups: list[list[Rollout]]) -> list[list[Rollout]] | None:
         """The groups, with those that teach nothing replaced as far as the recipe lets them be; None on all ranks where
         one was interrupted."""
-        run, algorithm = self.run, self._recipe.algorithm
+        run, rounds = self.run, self._recipe.algorithm.resample_rounds
 
         def draw(number: int, positions: list[int]) -> list[list[Rollout]] | None:
-            prompts, keys = run.other_prompts(step, number, positions)
-            return generate_spread(run.engine, prompts, self.sampling, algorithm.group_size, keys, self.interrupted)
+            return self._generate(*run.other_prompts(step, number, positions))
 
-        rounds = algorithm.resample_rounds
         groups, self._resampled = resample(groups, rounds, lambda some: run.judge(some).constant, draw)
         return groups
+
+    def _partial_rollouts(self, newest: Path | None) -> PartialRollouts | None:
+        """With what the checkpoint that is gone on from left in flight; None where each step samples to the end."""
+        options, run = partial_options(self._recipe), self.run
+        if options is None:
+            return None
+        sampling = replace(self._sampling, max_new_tokens=options.tokens_per_round)
+        ranks = parallel_state.get_data_parallel_group()
+
+        def generate(prompts: list[EncodedPrompt], keys: list[int]) -> list[list[Rollout]] | None:
+            return generate_spread(run.engine, prompts, sampling, 1, keys, self._interrupted)
+
+        def key(number: int, member: int) -> int:
+            return draw_key(self._recipe.seed, f"rollout {member}", 0, number)
+
+        def done_anywhere(numbers: list[int]) -> list[int]:
+            return sorted(set().union(*gathered(numbers, ranks)))
+
+        partial = PartialRollouts(options, run.numbered_prompts, generate, key, run.samples_here, done_anywhere)
+        if newest:
+            partial.resume(unflat(checkpoint.read_rollouts(newest)))
+        return partial
 
     def report(self, step: int, batch: Batch, scored: Scored, credit: Credit, learned: dict[str, float]) -> None:
         """Writes what the step did: metrics, rollouts, and the evaluation where one is due.
@@ -197,9 +241,13 @@ class Session:
             UserError: too many steps in a row had updates that were skipped.
         """
         phases, rewards = self.timer.pop(), batch.metrics()
-        engine = [sample.rollout_log_probs for sample in batch.samples]
         labels = [sample.sequence.prompt.modality for sample in batch.samples]
-        parts = mismatch_by_label(engine, scored.trainer, labels, MODALITIES)
+        # Of the weights that score: what older ones sampled is off by what was learned since.
+        engine, trainer = (
+            [values[rollout.of_version(step - 1)] for values, rollout in zip(part, batch.rollouts, strict=True)]
+            for part in ([sample.rollout_log_probs for sample in batch.samples], scored.trainer)
+        )
+        parts = mismatch_by_label(engine, trainer, labels, MODALITIES)
         parts = MismatchParts(over_data_parallel(parts.sums), over_data_parallel(parts.maximum, dist.ReduceOp.MAX))
         trained = sum(len(s.sequence) for s in batch.samples) * self._recipe.algorithm.epochs
         trained = float(over_data_parallel(torch.tensor([float(trained)])))
@@ -218,6 +266,7 @@ class Session:
             "rollout/imbalance": self.run.imbalance,
             "sync/bytes": self.run.sync.bytes,
             "rollout/resampled": self._resampled,
+            **self._partial_metrics(step, batch),
         }
         self._save_rollouts(step, batch, scored, credit)
         self._progress.step(step, values)
@@ -229,6 +278,15 @@ class Session:
         self._skipped = self._skipped + 1 if learned["optimizer/skipped_updates"] else 0
         if self._skipped > self._recipe.limits.max_skipped_steps:
             self._end_not_finite(step, batch, scored, credit)
+
+    def _partial_metrics(self, step: int, batch: Batch) -> dict[str, float]:
+        """Over all ranks: how many steps old the weights of the sampled tokens are, and the groups left in flight."""
+        if self._partial is None:
+            return {}
+        ages = torch.cat([step - 1 - rollout.weight_versions for rollout in batch.rollouts]).double()
+        open_ones = sum(map(self.run.offers, self._partial.numbers))
+        total = over_data_parallel(torch.tensor([ages.sum(), ages.numel(), open_ones], dtype=torch.float64)).tolist()
+        return {"rollout/weight_age": total[0] / total[1], "rollout/carried_groups": total[2]}
 
     def _end_not_finite(self, step: int, batch: Batch, scored: Scored, credit: Credit) -> None:
         folder = self.run.folder / "not_finite"
@@ -322,7 +380,11 @@ class Session:
         moving = self._reference if self._recipe.algorithm.reference_every else None
         name = checkpoint_folder.name_of(self._phase, self._step)
         self._watchdog.enter("save")
-        self._writer.save(name, self.run.trainer, progress, score, moving)
+        rollouts = None
+        if self._partial is not None:
+            ranks = parallel_state.get_data_parallel_group()
+            rollouts = flat({number: one for part in gathered(self._partial.state(), ranks) for number, one in part})
+        self._writer.save(name, self.run.trainer, progress, score, moving, rollouts)
 
     @property
     def _architecture(self) -> dict:

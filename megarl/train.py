@@ -15,7 +15,6 @@ def train(arguments: list[str]) -> None:
     refuse(recipe, launch.world_size())
     launch.start(recipe.parallel.sizes, recipe.seed, recipe.rollout.cuda_graphs and kernels().gpu)
 
-    from megarl.rollout.spread import generate_spread
     from megarl.session import Session
 
     hours = recipe.limits.wall_clock_hours
@@ -24,11 +23,7 @@ def train(arguments: list[str]) -> None:
         session.warm_up()
         for step in session.steps():
             with timer("rollout"):
-                prompts, keys = run.step_prompts(step)
-                size, interrupted = recipe.algorithm.group_size, session.interrupted
-                groups = generate_spread(run.engine, prompts, session.sampling, size, keys, interrupted)
-                if groups is not None:
-                    groups = session.resample(step, groups)
+                groups = session.sample(step)
                 if groups is None:
                     session.stop()
                     break

@@ -105,6 +105,25 @@ def test_stopped_in_a_rollout(short, undisturbed, tmp_path, processes, rank):
     assert_same_run(folder, undisturbed(processes))
 
 
+def test_stopped_with_rollouts_in_flight(short, tmp_path):
+    """What a step left in flight is in the checkpoint, and goes on as if nothing had been."""
+    partial = "rollout.partial={extra_prompts: 4, tokens_per_round: 1}"
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    result = commands.fork(tmp_path, short, partial, f"run_dir={whole}", processes=2)
+    assert result.code == 0, result.err
+    lines = [line for line in metrics(whole) if line["step"]]
+    assert all(line["rollout/carried_groups"] == 4 for line in lines)
+    assert max(line["rollout/weight_age"] for line in lines) > 0 == lines[0]["rollout/weight_age"]
+    assert max(line["mismatch/max"] for line in lines) < 1e-4  # of the tokens that the weights of the step sampled
+    stopped = commands.fork(
+        tmp_path, "SIGUSR1:1:rollout:3", short, partial, f"run_dir={folder}", main=_disturbed, processes=2
+    )
+    assert stopped.code == 0 and "stopped after rl step 2" in stopped.out, stopped.err
+    again = commands.fork(tmp_path, short, partial, f"run_dir={folder}", processes=2)
+    assert again.code == 0, again.err
+    assert_same_run(folder, whole)
+
+
 def _stopped_in_a_resampling(arguments: list[str]) -> int:
     """`megarl.train`, and SIGUSR1 to rank 1 when it draws other prompts at step 2."""
     from megarl.run import Run

@@ -67,7 +67,9 @@ def measure(policy: Policy, trainer: Trainer, tokens_per_row: int, rounds: int) 
     batch = skewed_batch(policy, tokens_per_row)
     places = shard(range(len(batch)), rank, ranks)
     before = [batch[place] for place in places]
-    after, _ = balance(before, places, 1, cost, lambda place: batch[place][0].prompt, _no_conversation)
+    after, _ = balance(
+        before, places, places, len(batch), 1, cost, lambda place: batch[place][0].prompt, _no_conversation
+    )
     sequences = [rollout.sequence for group in after for rollout in group]
     rows = pack(sequences, tokens_per_row, model.merge_size, row_multiple(), cost)
     used, held = sum(map(len, sequences)), sum(row.ids.numel() for row in rows)

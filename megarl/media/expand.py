@@ -108,15 +108,14 @@ def extend_prompt(
     row = _Row.of(reply, processor)
     _expand(row, reply, pieces, processor, load_item)
     after = row.encoded(reply, positions)
-    start, n = before.next_position, completion.numel()
-    sampled = torch.arange(start, start + n).expand(3, n)
+    said = before.followed_by(completion)
     return EncodedPrompt(
         before.prompt,
-        torch.cat([before.ids, completion, after.ids]),
-        torch.cat([before.media_mask, torch.zeros(n, dtype=torch.bool), after.media_mask]),
-        torch.cat([before.positions, sampled, start + n + after.positions], 1),
-        start + n + after.next_position,
-        (*before.items, *after.items),
+        torch.cat([said.ids, after.ids]),
+        torch.cat([said.media_mask, after.media_mask]),
+        torch.cat([said.positions, said.next_position + after.positions], 1),
+        said.next_position + after.next_position,
+        (*said.items, *after.items),
     )
 
 

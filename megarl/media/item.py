@@ -63,6 +63,19 @@ class EncodedPrompt:
     items: tuple[MediaItem, ...]
     """In the order of their media tokens."""
 
+    def followed_by(self, ids: torch.Tensor) -> "EncodedPrompt":
+        """With sampled tokens (int64 `[m]`) at its end; those are text, whatever their ids."""
+        m = ids.numel()
+        after = (self.next_position + torch.arange(m)).expand(3, m)
+        return EncodedPrompt(
+            self.prompt,
+            torch.cat([self.ids, ids]),
+            torch.cat([self.media_mask, torch.zeros(m, dtype=torch.bool)]),
+            torch.cat([self.positions, after], 1),
+            self.next_position + m,
+            self.items,
+        )
+
     @property
     def modality(self) -> str:
         """One of `MODALITIES`."""

@@ -170,11 +170,10 @@ def _row(sequences: Sequence[TokenSequence], members: list[int], merge_size: int
     items, features = [], 0
     for index in members:
         prompt, completion = sequences[index].prompt, sequences[index].completion
-        n, m, start = prompt.ids.numel(), completion.numel(), bounds[-1]
-        ids += [prompt.ids, completion]
-        after = prompt.next_position + torch.arange(m)
-        positions += [prompt.positions, after.expand(3, m)]
-        rows = torch.full((n + m,), -1)
+        whole, start = prompt.followed_by(completion), bounds[-1]
+        ids.append(whole.ids)
+        positions.append(whole.positions)
+        rows = torch.full_like(whole.ids, -1)
         for item in prompt.items:
             if item.digest not in start_of:
                 start_of[item.digest] = features
@@ -182,10 +181,10 @@ def _row(sequences: Sequence[TokenSequence], members: list[int], merge_size: int
                 features += item.feature_count(merge_size)
         if prompt.items:
             counts = [(start_of[i.digest], i.feature_count(merge_size)) for i in prompt.items]
-            rows[:n][prompt.media_mask] = torch.cat([torch.arange(s, s + c) for s, c in counts])
+            rows[whole.media_mask] = torch.cat([torch.arange(s, s + c) for s, c in counts])
         feature_rows.append(rows)
         predictors.append(start + sequences[index].places - 1)
-        bounds.append(start + n + m)
+        bounds.append(start + whole.ids.numel())
     padding = -bounds[-1] % multiple
     if padding:
         ids.append(torch.zeros(padding, dtype=torch.long))

@@ -87,6 +87,9 @@ class Rollout:
     experts of each token but the last sampled one, which was never run.  None without router replay."""
     turns: tuple[Turn, ...] = ()
     """Earlier completions of a conversation, in order."""
+    weight_versions: Tensor | None = None
+    """int32 `[n]`: how many RL steps the weights had learned from that each token was sampled with; None: those of the
+    step that it is trained in."""
     verdict: Any = None
     """What the environment has said of a conversation when it ended; None: the answer is yet to be judged."""
 
@@ -100,6 +103,12 @@ class Rollout:
     def sampled_log_probs(self) -> Tensor:
         """float32, of the tokens that are trained on, in their order."""
         return torch.cat([*(turn.log_probs for turn in self.turns), self.log_probs])
+
+    def of_version(self, version: int) -> Tensor:
+        """bool, of the tokens that are trained on: those that weights of that version have sampled."""
+        if self.weight_versions is None:
+            return torch.ones_like(self.sampled_log_probs, dtype=torch.bool)
+        return self.weight_versions == version
 
     def sampled(self) -> dict[str, Any]:
         """Everything but the prompt, by field: what moves between ranks, of which each expands prompts by itself."""

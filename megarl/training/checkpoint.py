@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import safetensors.torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -15,6 +16,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from torch import Tensor
 
 from megarl.errors import UserError
 from megarl.observe.files import sync_folder
@@ -24,7 +26,7 @@ from megarl.training.manifest import Entry
 from megarl.training.reference import ReferencePolicy
 from megarl.training.trainer import Trainer
 
-_PROGRESS = "progress.json"
+_PROGRESS, _ROLLOUTS = "progress.json", "rollouts.safetensors"
 _REFERENCE = "reference."
 """Begins the names of a moving reference's weights, beside the policy's own."""
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -58,6 +60,7 @@ class CheckpointWriter:
         progress: dict,
         score: float | None = None,
         reference: ReferencePolicy | None = None,
+        rollouts: dict[str, Tensor] | None = None,
     ) -> None:
         """Begins to write `name`; nothing is done where it is the newest already.  Collective.
 
@@ -65,6 +68,7 @@ class CheckpointWriter:
             progress: plain values that tell the run where it was; rank 0's are kept.
             score: what the best checkpoints are kept by.
             reference: one that moves, and so is as old as the checkpoint says; its weights are kept with it.
+            rollouts: what a step has left in flight, on all ranks; rank 0's are kept.
 
         Raises:
             UserError: a checkpoint cannot be written; the ones before it stay.
@@ -77,7 +81,7 @@ class CheckpointWriter:
             state = _state(trainer, is_loading=False)
             if reference is not None:
                 state["reference"] = _kept(trainer.model, reference)
-            self._writing = _Writing(self._folder, name, state, progress, score)
+            self._writing = _Writing(self._folder, name, state, progress, score, rollouts)
             if self._in_background:
                 self._writing.start()
             else:
@@ -101,8 +105,17 @@ class _Writing(threading.Thread):
     """One checkpoint while it is written.  Its constructor and `finish` are collective; the thread writes this rank's
     files."""
 
-    def __init__(self, folder: Path, name: str, state: dict, progress: dict, score: float | None):
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        state: dict,
+        progress: dict,
+        score: float | None,
+        rollouts: dict[str, Tensor] | None,
+    ):
         super().__init__(name=f"writes {name}", daemon=True)
+        self._rollouts = rollouts
         self._folder, self.checkpoint, self._progress, self._score = folder, name, progress, score
         self._partial = folder / f"{name}{PARTIAL}"
         self._request = _plan(self._partial, state)
@@ -130,6 +143,8 @@ class _Writing(threading.Thread):
         if dist.get_rank() == 0:
             try:
                 (self._partial / _PROGRESS).write_text(json.dumps(self._progress))
+                if self._rollouts is not None:
+                    (self._partial / _ROLLOUTS).write_bytes(safetensors.torch.save(self._rollouts))
                 publish(self._folder, self.checkpoint, self._score, files, keep)
             except OSError as error:
                 self._error = f"{error.filename or self._partial}: {error.strerror}"
@@ -191,6 +206,12 @@ def _updates(loaded: dict) -> Iterator[float]:
 def read_progress(checkpoint: Path) -> dict:
     """What `CheckpointWriter.save` was given."""
     return json.loads((checkpoint / _PROGRESS).read_text())
+
+
+def read_rollouts(checkpoint: Path) -> dict[str, Tensor]:
+    """Likewise: what was in flight; empty where nothing was."""
+    path = checkpoint / _ROLLOUTS
+    return safetensors.torch.load_file(path) if path.exists() else {}
 
 
 def load(checkpoint: Path, trainer: Trainer) -> None:

@@ -42,7 +42,11 @@ def _exchange(prompts, lengths):
         encoded.append(place)
         return prompts[place]
 
-    kept, imbalance = exchange.balance(groups, places, MINIBATCHES, cost.CostModel(stack, stack), encode, None)
+    ranks, size = len(lengths), len(groups) // MINIBATCHES
+    in_batch = [(j // size * ranks + rank) * size + j % size for j in range(len(groups))]
+    kept, imbalance = exchange.balance(
+        groups, in_batch, places, ranks * len(groups), MINIBATCHES, cost.CostModel(stack, stack), encode, None
+    )
     return (
         [[_plain(rollout) for rollout in group] for group in kept],
         imbalance,
@@ -96,6 +100,29 @@ def test_even_work_stays(ranks, copies):
     for rank, (kept, imbalance, encoded) in enumerate(ranks.run(_exchange, copies, lengths, **DP2.job)):
         assert [places_of(group) for group in kept] == [2 * rank, 2 * rank + 1]
         assert imbalance == 1 and encoded == []
+
+
+def _uneven(prompts, held, lengths, batch):
+    """`held[rank]`: places in the batch of the groups that the rank has; `lengths` by place."""
+    rank = parallel_state.get_data_parallel_rank()
+    groups = [
+        [engine.Rollout(prompts[place], torch.arange(lengths[place]), torch.zeros(lengths[place]), True)]
+        for place in held[rank]
+    ]
+    model = cost.CostModel(cost.StackCost(1000, 1), cost.StackCost(1000, 1))
+    kept, imbalance = exchange.balance(groups, held[rank], held[rank], batch, 2, model, prompts.__getitem__, None)
+    return [int(rollout.prompt.prompt.answer) for (rollout,) in kept], imbalance
+
+
+def test_as_many_on_each_rank(ranks, copies):
+    """Whoever had how many: each rank trains on its share of each minibatch, also where nothing would be won by it."""
+    lengths = [40, 40, 40, 40, 90, 10, 60, 44]
+    held = [[7, 1, 2, 3, 4, 6], [0, 5]]
+    (first, imbalance), (second, _) = ranks.run(_uneven, copies, held, lengths, 8, **DP2.job)
+    assert sorted(first + second) == list(range(8)) and imbalance == pytest.approx(1, abs=0.02)
+    for kept in (first, second):
+        assert [place // 4 for place in kept] == [0, 0, 1, 1]
+    assert sum(lengths[place] for place in first[2:]) in (100, 104)
 
 
 def test_four_ranks(ranks, copies):
