@@ -7,7 +7,7 @@ from megarl.data.sampler import shard
 from megarl.media.item import MODALITIES
 from megarl.observe.accuracy import Tally
 from megarl.options import evaluation_options
-from megarl.run import Run, draw_key
+from megarl.run import HeldOut, draw_key
 from megarl.training.reduce import over
 
 MOST_SOURCES = 32
@@ -42,7 +42,7 @@ class Evaluation:
         return values
 
 
-def evaluate(run: Run, alive: Callable[[], None] = lambda: None) -> Evaluation:
+def evaluate(run: HeldOut, alive: Callable[[], None] = lambda: None) -> Evaluation:
     """Answers each held-out prompt `evaluation.samples` times.  A draw is a function of the seed and of the places of
     the prompt, of the sample and of the token.  `alive` is called now and then.  Collective."""
     engines, samples = run.engine.groups.dp_cp, run.recipe.evaluation.samples

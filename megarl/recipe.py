@@ -420,6 +420,8 @@ class Recipe(Section):
     """Folder of everything that the run writes."""
     steps: NonNegativeInt
     """RL steps; 0: warm-up and evaluation only."""
+    eval_only: bool = False
+    """Evaluate what the run folder holds, its newest checkpoint or the initial model, and do nothing else."""
     allow_dataset_change: bool = False
     """Go on with other data, or data prepared otherwise, than the run began with."""
     model: ModelSection
