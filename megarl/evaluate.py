@@ -1,40 +1,87 @@
 """Held-out accuracy through the same engine that samples the rollouts."""
 
 from collections.abc import Callable
-
-import torch
+from dataclasses import dataclass
 
 from megarl.data.sampler import shard
+from megarl.media.item import MODALITIES
+from megarl.observe.accuracy import Tally
 from megarl.options import evaluation_options
-from megarl.run import Run, draw_key
+from megarl.run import HeldOut, draw_key
 from megarl.training.reduce import over
 
 MOST_SOURCES = 32
 """More are not reported one by one: a data set that names each row's origin would fill the log."""
 
+Accuracy = dict[str, float]
+"""By name, see `megarl.observe.accuracy.Tally.accuracy`."""
 
-def evaluate(run: Run, alive: Callable[[], None] = lambda: None) -> tuple[float, dict[str, float]]:
-    """Share of the held-out prompts answered right, and that of each source where there are 2 to `MOST_SOURCES`
-    of them.  `alive` is called now and then.  Collective."""
-    engines = run.engine.groups.dp_cp
+
+@dataclass(frozen=True)
+class Evaluation:
+    prompts: int
+    overall: Accuracy
+    by_source: dict[str, Accuracy]
+    """Where there are 2 to `MOST_SOURCES` of them."""
+    by_modality: dict[str, Accuracy]
+    """Where there are several, in the order of `megarl.media.item.MODALITIES`."""
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers over all samples of all prompts."""
+        return self.overall["accuracy"]
+
+    def metrics(self) -> dict[str, float]:
+        """By their names in the log."""
+        values = {f"eval/{name}": value for name, value in self.overall.items()}
+        for source, accuracy in self.by_source.items():
+            values |= {f"eval/{name}/{source}": value for name, value in accuracy.items()}
+        if len(self.overall) > 1:  # several samples
+            for modality, accuracy in self.by_modality.items():
+                values |= {f"eval/{name}/modality/{modality}": value for name, value in accuracy.items()}
+        return values
+
+
+def evaluate(run: HeldOut, alive: Callable[[], None] = lambda: None) -> Evaluation:
+    """Answers each held-out prompt `evaluation.samples` times.  A draw is a function of the seed and of the places of
+    the prompt, of the sample and of the token.  `alive` is called now and then.  Collective."""
+    engines, samples = run.engine.groups.dp_cp, run.recipe.evaluation.samples
     sources = sorted(set(run.test_prompts.sources))
-    column = {source: number for number, source in enumerate(sources)}
+    tally = Tally([*(("source", s) for s in sources), *(("modality", m) for m in MODALITIES)], samples)
     mine = shard(range(len(run.test_prompts)), engines.rank(), engines.size())
     sampling = evaluation_options(run.recipe, run.stop_ids)
     keys = [draw_key(run.recipe.seed, "test", 0, place) for place in mine]
-    batch = run.recipe.rollout.max_requests  # bounds the prompts, and their pixels, that exist at a time
-    counts = torch.zeros(2, len(sources), dtype=torch.int64)  # right, asked
+    # Bounds the prompts, and their pixels, that exist at a time.
+    batch = run.recipe.rollout.max_requests // samples
     run.encoder.prefetch([run.test_prompts[place] for place in mine[:batch]])
     # As often on each rank: those that share experts generate together, also where one has no prompt left.
     for start in range(0, -(-len(run.test_prompts) // engines.size()), batch):
         alive()
         prompts = [run.encoder.encode(run.test_prompts[place]) for place in mine[start : start + batch]]
         run.encoder.prefetch([run.test_prompts[place] for place in mine[start + batch :][:batch]])
-        for (rollout,) in run.engine.generate(prompts, sampling, keys=keys[start : start + batch]):
-            prompt = rollout.prompt.prompt
-            score = run.environment.score(run.text(rollout.ids), rollout.finished, prompt.answer)
-            counts[:, column[prompt.source]] += torch.tensor([score.correct, True])
-    counts = over(engines, counts).double()
-    right, asked = counts.sum(1).tolist()
-    by_source = dict(zip(sources, (counts[0] / counts[1]).tolist(), strict=True))
-    return right / asked, by_source if 1 < len(sources) <= MOST_SOURCES else {}
+        for rollouts in run.engine.generate(prompts, sampling, samples, keys[start : start + batch]):
+            encoded = rollouts[0].prompt
+            texts = [run.text(rollout.ids) for rollout in rollouts]
+            scores = [
+                run.environment.score(text, rollout.finished, encoded.prompt.answer)
+                for text, rollout in zip(texts, rollouts, strict=True)
+            ]
+            answers = [
+                (text.strip() if score.answer is None else score.answer) if rollout.finished else None
+                for text, score, rollout in zip(texts, scores, rollouts, strict=True)
+            ]
+            kinds = ("source", encoded.prompt.source), ("modality", encoded.modality)
+            tally.add(kinds, [score.correct for score in scores], answers)
+    counts = over(engines, tally.counts)
+    by_source = dict(zip(sources, counts, strict=False))
+    by_modality = {m: row for m, row in zip(MODALITIES, counts[len(sources) :], strict=True) if row.any()}
+
+    def each(rows: dict, most: int) -> dict[str, Accuracy]:
+        return {name: tally.accuracy(row) for name, row in rows.items()} if 1 < len(rows) <= most else {}
+
+    return Evaluation(
+        len(run.test_prompts),
+        tally.accuracy(counts[: len(sources)].sum(0)),
+        each(by_source, MOST_SOURCES),
+        each(by_modality, len(MODALITIES)),
+    )

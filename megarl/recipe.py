@@ -396,6 +396,8 @@ class EvaluationSection(Section):
     """Prompts of `test.jsonl` to use; null: all."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0: greedy."""
+    samples: PositiveInt = 1
+    """Answers to each prompt: with several, pass@k and the accuracy of the majority are reported beside the mean."""
 
 
 class CheckpointSection(Section):
@@ -432,6 +434,8 @@ class Recipe(Section):
     """Folder of everything that the run writes."""
     steps: NonNegativeInt
     """RL steps; 0: warm-up and evaluation only."""
+    eval_only: bool = False
+    """Evaluate what the run folder holds, its newest checkpoint or the initial model, and do nothing else."""
     allow_dataset_change: bool = False
     """Go on with other data, or data prepared otherwise, than the run began with."""
     model: ModelSection
@@ -656,6 +660,16 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         r.rollout.max_tokens_per_step < r.rollout.max_requests,
         "rollout.max_tokens_per_step rollout.max_requests",
         "every decoding request takes a token of the engine's step",
+    )
+    yield (
+        r.evaluation.samples > 1 and r.evaluation.temperature == 0,
+        "evaluation.samples evaluation.temperature",
+        "greedy answers to a prompt are equal; set a temperature, or samples = 1",
+    )
+    yield (
+        r.evaluation.samples > r.rollout.max_requests,
+        "evaluation.samples rollout.max_requests",
+        "the engine should hold all samples of a prompt at a time",
     )
     yield (
         not r.rollout.enable_chunked_prefill and r.rollout.max_tokens_per_step < r.data.max_prompt_tokens,

@@ -46,7 +46,15 @@ from megarl.rewards import Judge
 from megarl.rollout.engine import Rollout, RolloutEngine
 from megarl.rollout.exchange import balance
 from megarl.rollout.sync import ReshardedWeights, SharedWeights, WeightSync
-from megarl.startup import load_processor, prepare_checkpoint, processor_identity, stop_tokens
+from megarl.startup import (
+    architecture,
+    load_processor,
+    prepare_checkpoint,
+    processor_identity,
+    refuse_other_architecture,
+    stop_tokens,
+)
+from megarl.training import checkpoint
 from megarl.training.checkpoint_folder import latest
 from megarl.training.trainer import Trainer
 
@@ -65,22 +73,37 @@ class Parts:
 
 
 @dataclass(eq=False)
-class Run:
+class HeldOut:
+    """Held-out prompts, who answers them and who judges."""
+
     recipe: Recipe
-    folder: Path
     processor: Any
-    parts: Parts
+    engine: RolloutEngine
     encoder: Encoder
     environment: Environment
-    train_prompts: PromptSet
     test_prompts: PromptSet
     stop_ids: tuple[int, ...]
+
+    @cached_property
+    def chance(self) -> float:
+        """Held-out accuracy of the best constant answer to each source."""
+        return best_constants(self.test_prompts.sources, self.test_prompts.answers)
+
+    def text(self, ids: torch.Tensor) -> str:
+        """A completion's text without its stop token."""
+        return self.processor.tokenizer.decode([i for i in ids.tolist() if i not in self.stop_ids])
+
+
+@dataclass(eq=False)
+class Run(HeldOut):
+    folder: Path
+    parts: Parts
+    train_prompts: PromptSet
 
     def __post_init__(self):
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
-        self.policy, self.trainer = self.parts.policy, self.parts.trainer
-        self.engine, self.sync = self.parts.engine, self.parts.sync
+        self.policy, self.trainer, self.sync = self.parts.policy, self.parts.trainer, self.parts.sync
         self._sampler = PromptSampler(self.train_prompts, self.recipe.seed)
         # An order of its own, beside the steps' and the warm-up's.
         self._other_sampler = PromptSampler(self.train_prompts, (self.recipe.seed + 2) % 2**32)
@@ -88,11 +111,6 @@ class Run:
         self.imbalance = 1.0
         """Of the last step: the largest training cost of a data-parallel rank over the mean."""
         self._answers = AnswerPool(self.train_prompts.sources, self.train_prompts.answers)
-
-    @cached_property
-    def chance(self) -> float:
-        """Held-out accuracy of the best constant answer to each source."""
-        return best_constants(self.test_prompts.sources, self.test_prompts.answers)
 
     @cached_property
     def cost(self) -> CostModel:
@@ -223,10 +241,6 @@ class Run:
         ids = [*_answer_ids(self.processor.tokenizer, answer), self.stop_ids[0]]
         return TokenSequence(prompt, torch.tensor(ids))
 
-    def text(self, ids: torch.Tensor) -> str:
-        """A completion's text without its stop token."""
-        return self.processor.tokenizer.decode([i for i in ids.tolist() if i not in self.stop_ids])
-
 
 def build_run(recipe: Recipe, folder: Path, ranks: Ranks) -> Run:
     """Data, model, engine and trainer of this rank.  Collective; the run folder is there, `ranks` are `start_ranks()`.
@@ -235,19 +249,77 @@ def build_run(recipe: Recipe, folder: Path, ranks: Ranks) -> Run:
         UserError: something in the recipe, the data or the checkpoint does not fit.
     """
     initial = prepare_checkpoint(recipe, folder)
-    processor_folder = Path(recipe.model.processor) if recipe.model.processor else initial
+    reader = _reader(recipe, initial)
+    train_prompts = _load_prompts(recipe, folder, "train", reader, ranks)
+    if recipe.warmup:
+        _refuse_long_answers(recipe, reader.processor.tokenizer, train_prompts)
+    test_prompts = _load_prompts(recipe, folder, "test", reader, ranks)[: recipe.evaluation.max_prompts]
+    parts = build_parts(recipe, initial)
+    return Run(
+        recipe=recipe,
+        processor=reader.processor,
+        engine=parts.engine,
+        encoder=reader.encoder,
+        environment=environment_of(recipe),
+        test_prompts=test_prompts,
+        stop_ids=reader.stop_ids,
+        folder=folder,
+        parts=parts,
+        train_prompts=train_prompts,
+    )
+
+
+def build_held_out(recipe: Recipe, folder: Path, initial: Path, saved: Path | None, ranks: Ranks) -> HeldOut:
+    """What evaluates a policy that is not trained: no optimizer, no gradients, no training prompts.  Collective.
+
+    Args:
+        folder: of the run; nothing is written into it but media that rows name by URL.
+        initial: where the model that the run begins with lies, or is made.
+        saved: the checkpoint whose weights are evaluated; None: the initial ones.
+
+    Raises:
+        UserError: something in the recipe, the data or the checkpoint does not fit.
+    """
+    initial = prepare_checkpoint(recipe, initial)
+    reader = _reader(recipe, initial)
+    prompts = _load_prompts(recipe, folder, "test", reader, ranks, record=False)[: recipe.evaluation.max_prompts]
+    policy = load_policy(initial, model_options(recipe))
+    if saved is not None:
+        now = architecture(policy.bridge.hf_pretrained.config)
+        refuse_other_architecture(checkpoint.read_progress(saved)["architecture"], now)
+        checkpoint.fill_weights(saved, policy.model)
+    engine, sync, _ = _build_engine(recipe, policy, initial)
+    sync()
+    return HeldOut(
+        recipe=recipe,
+        processor=reader.processor,
+        engine=engine,
+        encoder=reader.encoder,
+        environment=environment_of(recipe),
+        test_prompts=prompts,
+        stop_ids=reader.stop_ids,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Reader:
+    """What turns rows into tokens, and tokens into text."""
+
+    processor: Any
+    identity: str
+    """Of the processor: with the recipe's data section it decides what a row becomes."""
+    encoder: Encoder
+    stop_ids: tuple[int, ...]
+
+
+def _reader(recipe: Recipe, initial: Path) -> _Reader:
+    folder = Path(recipe.model.processor) if recipe.model.processor else initial
     config = hf_config(str(initial), None)
     family = FAMILIES[config.model_type]
-    processor = load_processor(processor_folder, family)
+    processor = load_processor(folder, family)
     stop_ids = stop_tokens(processor.tokenizer, recipe.rollout.stop)
     encoder = Encoder(processor, family.load("positions")(config), recipe.data.max_prompt_tokens, media_options(recipe))
-    identity = processor_identity(processor_folder)
-    train_prompts = _load_prompts(recipe, folder, "train", encoder, identity, ranks)
-    if recipe.warmup:
-        _refuse_long_answers(recipe, processor.tokenizer, train_prompts)
-    test_prompts = _load_prompts(recipe, folder, "test", encoder, identity, ranks)[: recipe.evaluation.max_prompts]
-    parts = build_parts(recipe, initial)
-    return Run(recipe, folder, processor, parts, encoder, environment_of(recipe), train_prompts, test_prompts, stop_ids)
+    return _Reader(processor, processor_identity(folder), encoder, stop_ids)
 
 
 def build_parts(recipe: Recipe, checkpoint: Path) -> Parts:
@@ -256,6 +328,11 @@ def build_parts(recipe: Recipe, checkpoint: Path) -> Parts:
     # The trainer first: its DDP moves the weights into its buffers, and what the engine captures in CUDA graphs are
     # addresses.
     trainer = Trainer(policy.model, recipe.rollout.scoring_temperature, recipe.training.log_prob_chunk)
+    return Parts(policy, trainer, *_build_engine(recipe, policy, checkpoint))
+
+
+def _build_engine(recipe: Recipe, policy: Policy, checkpoint: Path) -> tuple[RolloutEngine, WeightSync, range]:
+    """Over the policy's module or one in a layout of its own: `Parts.engine`, `sync` and `data_parallel_ranks`."""
     sampled, groups, sync = policy.model, shared_groups(), SharedWeights
     if recipe.rollout.parallel is not None:
         options = engine_model_options(recipe)
@@ -264,21 +341,22 @@ def build_parts(recipe: Recipe, checkpoint: Path) -> Parts:
         )
         sampled, sync = empty_copy(policy, checkpoint, options, groups.model), ReshardedWeights
     engine = RolloutEngine(sampled, engine_options(recipe), groups.peers)
-    weight_sync = sync(engine, policy.model, recipe.rollout.verify_sync)
-    return Parts(policy, trainer, engine, weight_sync, groups.data_parallel_ranks)
+    return engine, sync(engine, policy.model, recipe.rollout.verify_sync), groups.data_parallel_ranks
 
 
-def _load_prompts(recipe: Recipe, folder: Path, split: str, encoder: Encoder, identity: str, ranks: Ranks) -> PromptSet:
-    """`identity` is that of the processor: with the recipe's data section it decides what a row becomes."""
+def _load_prompts(
+    recipe: Recipe, folder: Path, split: str, reader: _Reader, ranks: Ranks, record: bool = True
+) -> PromptSet:
+    """`record`: keep in the run folder what the check found."""
     data = recipe.data
     files = find_split(Path(data.path), split)
     downloads = Downloads(folder / "downloads") if data.allow_remote else None
     media = MediaReader(Path(data.path), [Path(other) for other in data.media_folders], downloads)
-    settings = {"data": data.model_dump(exclude=_OF_NO_PROMPT), "processor": identity}
+    settings = {"data": data.model_dump(exclude=_OF_NO_PROMPT), "processor": reader.identity}
     began = latest(folder / "checkpoints") is not None
-    ledger = Ledger(folder, split, settings, resumed=began and not recipe.allow_dataset_change)
+    ledger = Ledger(folder, split, settings, began and not recipe.allow_dataset_change, record)
     ceiling = data.max_rejected_fraction
-    return load_prompts(files, media, encoder.check, ranks, ledger, max_rejected_fraction=ceiling)[0]
+    return load_prompts(files, media, reader.encoder.check, ranks, ledger, max_rejected_fraction=ceiling)[0]
 
 
 _OF_NO_PROMPT = {"generator", "generator_options", "max_rejected_fraction", "media_cache_gb", "media_threads"}

@@ -317,11 +317,12 @@ class Session:
 
     def _evaluate(self, step: int) -> dict[str, float]:
         with self.timer("evaluate"):
-            overall, by_source = evaluate(self.run, self._watchdog.alive)
-        self._accuracy, self._evaluated = overall, step
-        self._progress.evaluation(step, overall, self.run.chance, by_source)
-        values = {f"eval/accuracy/{source}": accuracy for source, accuracy in by_source.items()}
-        return {"eval/accuracy": overall, **values, "eval/chance": self.run.chance, **self.timer.pop()}
+            found = evaluate(self.run, self._watchdog.alive)
+        self._accuracy, self._evaluated = found.accuracy, step
+        by_source = {source: values["accuracy"] for source, values in found.by_source.items()}
+        of_several = {name: value for name, value in found.overall.items() if name != "accuracy"}
+        self._progress.evaluation(step, found.accuracy, self.run.chance, by_source, of_several)
+        return {**found.metrics(), "eval/chance": self.run.chance, **self.timer.pop()}
 
     def _log_step(self, step: int, values: dict[str, float]) -> None:
         if self._log:

@@ -24,6 +24,7 @@ _RECIPE = "recipe.yaml"
 _MAY_CHANGE = (
     # how long, how it is watched and kept
     "steps",
+    "eval_only",
     "run_dir",
     "checkpoint",
     "limits",
@@ -65,7 +66,7 @@ def refuse_other_recipe(recipe: Recipe, folder: Path) -> None:
     Raises:
         UserError: the folder cannot be written into, or holds a run of another recipe.
     """
-    may_change = (*_MAY_CHANGE, *["data"] * recipe.allow_dataset_change)
+    may_change = (*_MAY_CHANGE, *["data"] * recipe.allow_dataset_change, *["evaluation"] * recipe.eval_only)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

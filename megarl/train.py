@@ -10,10 +10,15 @@ from megarl.recipe import load_recipe
 
 
 def train(arguments: list[str]) -> None:
-    """Runs a recipe from where its run folder stands to its end."""
+    """Runs a recipe from where its run folder stands to its end, or evaluates what the folder holds."""
     recipe = load_recipe(*_recipe_and_overrides(arguments))
     refuse(recipe, launch.world_size())
     launch.start(recipe.parallel.sizes, recipe.seed, recipe.rollout.cuda_graphs and kernels().gpu)
+
+    if recipe.eval_only:
+        from megarl.eval_only import evaluate_only
+
+        return evaluate_only(recipe)
 
     from megarl.session import Session
 

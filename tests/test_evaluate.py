@@ -1,4 +1,4 @@
-"""Held-out accuracy: over all prompts and ranks, and for each source."""
+"""Held-out accuracy: over all prompts and ranks, for each source and modality, of one answer and of several."""
 
 from types import SimpleNamespace
 
@@ -28,22 +28,31 @@ def prompts(sources: str, right: str) -> Prompts:
     )
 
 
-def stand_in(held_out: Prompts) -> SimpleNamespace:
-    """A run whose policy says "yes" to everything."""
+def stand_in(held_out: Prompts, answers: list[list[str]] | None = None, modalities: str = "t") -> SimpleNamespace:
+    """A run whose policy says "yes" to everything, or `answers[place]` to each prompt; one that ends in "..." was cut
+    off.  `modalities` are by place, over and over: text, image or video."""
+    answers = answers or [["yes"]] * len(held_out)
+    names = {"t": "text", "i": "image", "v": "video"}
 
-    def generate(encoded, sampling, keys):
-        assert len(encoded) == len(keys) <= 2
-        return [[SimpleNamespace(ids="yes", finished=True, prompt=SimpleNamespace(prompt=p))] for p in encoded]
+    def encode(prompt):
+        return SimpleNamespace(prompt=prompt, modality=names[modalities[prompt.index % len(modalities)]])
+
+    def generate(encoded, sampling, group_size, keys):
+        assert len(encoded) == len(keys) and len(encoded) * group_size <= 4
+        return [
+            [SimpleNamespace(ids=a, finished=not a.endswith("..."), prompt=one) for a in answers[one.prompt.index]]
+            for one in encoded
+        ]
 
     engines = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return SimpleNamespace(
         recipe=SimpleNamespace(
             seed=1,
-            rollout=SimpleNamespace(max_requests=2, max_new_tokens=3),
-            evaluation=SimpleNamespace(temperature=0.0),
+            rollout=SimpleNamespace(max_requests=4, max_new_tokens=3),
+            evaluation=SimpleNamespace(temperature=0.0, samples=len(answers[0])),
         ),
         stop_ids=(2,),
-        encoder=SimpleNamespace(encode=lambda prompt: prompt, prefetch=lambda prompts: None),
+        encoder=SimpleNamespace(encode=encode, prefetch=lambda prompts: None),
         engine=SimpleNamespace(generate=generate, groups=SimpleNamespace(dp_cp=engines)),
         environment=ExactMatch(),
         text=lambda ids: ids,
@@ -54,25 +63,58 @@ def stand_in(held_out: Prompts) -> SimpleNamespace:
 @pytest.mark.ranks(2)
 def test_sources_that_lie_on_different_ranks():
     """`b` is asked on both ranks, `a` on the first and `c` on the second only."""
-    overall, by_source = evaluation.evaluate(stand_in(prompts("aababcb", "x-x-xx-")))
-    assert overall == 4 / 7
-    assert by_source == {"a": 1 / 3, "b": 2 / 3, "c": 1}
+    found = evaluation.evaluate(stand_in(prompts("aababcb", "x-x-xx-")))
+    assert (found.prompts, found.accuracy) == (7, 4 / 7)
+    assert found.by_source == {"a": {"accuracy": 1 / 3}, "b": {"accuracy": 2 / 3}, "c": {"accuracy": 1}}
+    assert found.metrics() == {
+        "eval/accuracy": 4 / 7,
+        "eval/accuracy/a": 1 / 3,
+        "eval/accuracy/b": 2 / 3,
+        "eval/accuracy/c": 1,
+    }
 
 
 @pytest.mark.ranks(1)
 def test_one_source_is_not_reported_twice():
-    assert evaluation.evaluate(stand_in(prompts("aaa", "x--"))) == (1 / 3, {})
+    assert evaluation.evaluate(stand_in(prompts("aaa", "x--"))).metrics() == {"eval/accuracy": 1 / 3}
 
 
 @pytest.mark.ranks(1)
 def test_a_name_for_every_row_does_not_fill_the_log():
     most = evaluation.MOST_SOURCES
     names = "".join(map(chr, range(0x100, 0x100 + most + 1)))
-    overall, by_source = evaluation.evaluate(stand_in(prompts(names, "x" * (most + 1))))
-    assert (overall, by_source) == (1, {})
-    assert len(evaluation.evaluate(stand_in(prompts(names[:-1], "x" * most)))[1]) == most
+    found = evaluation.evaluate(stand_in(prompts(names, "x" * (most + 1))))
+    assert (found.accuracy, found.by_source) == (1, {})
+    assert len(evaluation.evaluate(stand_in(prompts(names[:-1], "x" * most))).by_source) == most
 
 
 @pytest.mark.ranks(2)
 def test_fewer_prompts_than_ranks():
-    assert evaluation.evaluate(stand_in(prompts("a", "x"))) == (1, {})
+    found = evaluation.evaluate(stand_in(prompts("a", "x")))
+    assert (found.accuracy, found.by_source, found.by_modality) == (1, {}, {})
+
+
+@pytest.mark.ranks(2)
+def test_several_answers():
+    """By hand; blanks do not tell answers apart, one that was cut off has no vote, and a tie goes to the first."""
+    held_out = prompts("aabb", "xxxx")  # "yes" is right
+    answers = [
+        ["no", "yes", " yes", "no..."],  # 2 right, and the majority
+        ["no", "yes", "yes", "no"],  # 2 right; a tie that "no" wins
+        ["yes...", "yes...", "no", "yes..."],  # none is right
+        ["yes", "yes", "yes", "yes"],
+    ]
+    found = evaluation.evaluate(stand_in(held_out, answers, "iivt"))
+    of_two = 1 - 1 / 6  # of 4 answers with 2 right ones
+    overall = {"accuracy": 8 / 16, "pass@2": (2 * of_two + 1) / 4, "pass@4": 3 / 4, "maj@4": 2 / 4}
+    image = {"accuracy": 4 / 8, "pass@2": of_two, "pass@4": 1, "maj@4": 1 / 2}
+    nothing, all_right = (dict.fromkeys(overall, value) for value in (0, 1))
+    half = dict.fromkeys(overall, 1 / 2)
+    assert found.overall == pytest.approx(overall)
+    assert found.by_source == {"a": pytest.approx(image), "b": pytest.approx(half)}
+    assert found.by_modality == {"text": all_right, "image": pytest.approx(image), "video": nothing}
+    metrics = found.metrics()
+    assert len(metrics) == 4 * (1 + 2 + 3)
+    assert metrics["eval/maj@4"] == 1 / 2
+    assert metrics["eval/pass@2/a"] == pytest.approx(of_two)
+    assert metrics["eval/accuracy/modality/video"] == 0

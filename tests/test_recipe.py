@@ -413,6 +413,16 @@ TINY = "model.tiny_processor"
         ),
         (
             MINIMAL,
+            ["evaluation.samples=4"],
+            "evaluation.samples = 4, evaluation.temperature = 0.0: greedy answers to a prompt are equal",
+        ),
+        (
+            MINIMAL,
+            ["evaluation.samples=513", "evaluation.temperature=1"],
+            "evaluation.samples = 513, rollout.max_requests = 512: the engine should hold all samples",
+        ),
+        (
+            MINIMAL,
             ["parallel.tensor_model_parallel_size=2", "training.tokens_per_row=4097"],
             "training.tokens_per_row = 4097, parallel.tensor_model_parallel_size = 2, "
             "parallel.context_parallel_size = 1: should be a multiple",

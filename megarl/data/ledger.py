@@ -20,11 +20,12 @@ class Ledger:
     rejected for what has passed: a folder that was not mounted, a server that did not answer.
     """
 
-    def __init__(self, folder: Path, split: str, settings: dict[str, Any], resumed: bool = False):
+    def __init__(self, folder: Path, split: str, settings: dict[str, Any], resumed: bool = False, record: bool = True):
         """
         Args:
             settings: all that decides what a row becomes, beside the files: as JSON has it.
             resumed: the run has begun, and trains on what is recorded here.
+            record: keep what is found.
         """
         self._report = folder / f"data_{split}.json"
         self._accepted = folder / f"data_{split}.npz"
@@ -32,6 +33,7 @@ class Ledger:
         self._split = split
         self._settings = json.loads(json.dumps(settings))
         self._resumed = resumed
+        self._record = record
 
     def read(self, sha256: str) -> Checked | None:
         """What the run began with; None where the rows must be checked: by a run that begins, after an update of a
@@ -76,6 +78,8 @@ class Ledger:
 
     def write_rejections(self, found: Checked) -> None:
         """Say what was rejected.  Before it is known whether the run can begin with it, so that users can mend it."""
+        if not self._record:
+            return
         self._report.parent.mkdir(parents=True, exist_ok=True)
         if not self._resumed:
             self._report.unlink(missing_ok=True)
@@ -86,6 +90,8 @@ class Ledger:
 
     def write(self, files: Sequence[Path], sha256: str, found: Checked) -> None:
         """Keep what the run has; `sha256` is `dataset_hash(files)`."""
+        if not self._record:
+            return
         self.write_rejections(found)
         arrays = {"places": found.places, "answers": _pack(found.answers), "sources": _pack(found.sources)}
         if found.fingerprints is not None:

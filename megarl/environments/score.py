@@ -11,6 +11,9 @@ class Score:
     """What the reward is the sum of; as many from every answer that an environment judges."""
     correct: bool
     well_formed: bool
+    answer: str | None = None
+    """As it was compared with the ground truth, so that equal answers are right or wrong alike: what votes count.
+    None: the completion's text, without blanks around it."""
 
     @property
     def reward(self) -> float:

@@ -52,4 +52,9 @@ class VisualAnswer:
             distance = abs(int(given) - int(true))
             correct = distance == 0  # 07 is 7
             credit = max(0.0, 1 - distance / (self.count_tolerance + 1))
-        return Score((credit, self.format_reward * well_formed), correct, well_formed)
+        return Score((credit, self.format_reward * well_formed), correct, well_formed, _vote(given))
+
+
+def _vote(given: str) -> str:
+    """Counts that are compared as numbers are one answer however they are written."""
+    return str(int(given)) if _COUNT.fullmatch(given) else given

@@ -75,9 +75,17 @@ class Progress:
         cells = [text.format(values[name]) for name, text in _SHOWN.items() if values.get(name) is not None]
         self._show("step", step, self._total_steps, cells)
 
-    def evaluation(self, step: int, accuracy: float, chance: float, by_source: Mapping[str, float] = {}) -> None:
-        """Held-out accuracy after `step`, that of guessing, and that on each source; all in [0, 1]."""
-        parts = "".join(f", {source} {share:.3f}" for source, share in by_source.items())
+    def evaluation(
+        self,
+        step: int,
+        accuracy: float,
+        chance: float,
+        by_source: Mapping[str, float] = {},
+        of_several: Mapping[str, float] = {},
+    ) -> None:
+        """Held-out accuracy after `step`, that of guessing, that on each source, and what several answers to each
+        prompt say (`pass@4`, `maj@4`); all in [0, 1]."""
+        parts = "".join(f", {name} {share:.3f}" for name, share in [*of_several.items(), *by_source.items()])
         self.message(f"step {step}: held-out accuracy {accuracy:.3f} (chance {chance:.3f}){parts}")
 
     def message(self, text: str) -> None:
@@ -131,7 +139,14 @@ class NullProgress:
     def step(self, step: int, values: Mapping[str, Value]) -> None:
         pass
 
-    def evaluation(self, step: int, accuracy: float, chance: float, by_source: Mapping[str, float] = {}) -> None:
+    def evaluation(
+        self,
+        step: int,
+        accuracy: float,
+        chance: float,
+        by_source: Mapping[str, float] = {},
+        of_several: Mapping[str, float] = {},
+    ) -> None:
         pass
 
     def message(self, text: str) -> None:

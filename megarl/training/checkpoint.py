@@ -273,6 +273,11 @@ def load_weights(folder: Path, model) -> None:
         UserError: the files are damaged.
     """
     refuse_damaged(folder)
+    fill_weights(folder, model)
+
+
+def fill_weights(folder: Path, model) -> None:
+    """`load_weights` from files that were compared with their manifest.  Collective."""
     state = dist_checkpointing.load({"model": _model_state(model)}, str(folder))
     model.load_state_dict(state["model"])
 

@@ -53,12 +53,14 @@ def names(folder: Path) -> list[str]:
     return [path.name for path in sorted(found, key=lambda path: found[path].number)]
 
 
-def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint whose every file is what was written.  Newer ones are set aside.  Collective: the ranks
-    share the reading.
+def newest_whole(folder: Path, set_aside: bool = True) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint whose every file is what was written.  Collective: the ranks share the reading.
+
+    Args:
+        set_aside: rename newer ones, which are damaged.
 
     Returns:
-        (the checkpoint, or None where none was ever saved; a line about each that was set aside)
+        (the checkpoint, or None where none was ever saved; a line about each that is damaged)
 
     Raises:
         UserError: checkpoints were saved and none is whole, or one cannot be read.
@@ -76,13 +78,14 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
     if whole is None and (faults or began):
         what = next(iter(faults.values()), f"{folder / _LATEST} is all that is left")
         raise UserError(f"no checkpoint in {folder} is whole: {what}; restore one, or remove the folder to begin anew")
-    if rank == 0:
+    if rank == 0 and set_aside:
         for path in faults:
             aside = path.with_name(path.name + _DAMAGED)
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
     dist.barrier()
-    return whole, [f"checkpoint {path.name} is damaged and was set aside: {fault}" for path, fault in faults.items()]
+    what = "is damaged and was set aside" if set_aside else "is damaged"
+    return whole, [f"checkpoint {path.name} {what}: {fault}" for path, fault in faults.items()]
 
 
 def publish(folder: Path, name: str, score: float | None, files: dict[str, Entry], keep: Retention) -> None:

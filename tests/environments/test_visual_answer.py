@@ -51,6 +51,11 @@ def test_counts_that_are_nearly_right(completion, tolerance, reward):
     assert score.correct == (completion == "3")
 
 
+def test_votes_of_equal_answers_are_equal():
+    votes = [VisualAnswer().score(text, True, "red").answer for text in ("Three.", "03", "3", "The red", "red")]
+    assert votes == ["3", "3", "3", "red", "red"]
+
+
 def test_format_is_that_of_the_text_as_it_is():
     environment = VisualAnswer("[a-z]+", 0.1)
     assert environment.score("red", True, "red").reward == pytest.approx(1.1)
