@@ -30,10 +30,9 @@ def evaluate(run: Run, alive: Callable[[], None] = lambda: None) -> tuple[float,
         alive()
         prompts = [run.encoder.encode(run.test_prompts[place]) for place in mine[start : start + batch]]
         run.encoder.prefetch([run.test_prompts[place] for place in mine[start + batch :][:batch]])
-        for (rollout,) in run.engine.generate(prompts, sampling, keys=keys[start : start + batch]):
-            prompt = rollout.prompt.prompt
-            score = run.environment.score(run.text(rollout.ids), rollout.finished, prompt.answer)
-            counts[:, column[prompt.source]] += torch.tensor([score.correct, True])
+        rollouts = [one for (one,) in run.engine.generate(prompts, sampling, keys=keys[start : start + batch])]
+        for rollout, score in zip(rollouts, run.scores(rollouts), strict=True):
+            counts[:, column[rollout.prompt.prompt.source]] += torch.tensor([score.correct, True])
     counts = over(engines, counts).double()
     right, asked = counts.sum(1).tolist()
     by_source = dict(zip(sources, (counts[0] / counts[1]).tolist(), strict=True))

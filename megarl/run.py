@@ -1,7 +1,7 @@
 """Everything that a run holds, built from its recipe."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -22,7 +22,10 @@ from megarl.data.ledger import Ledger
 from megarl.data.media_values import MediaReader
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.sampler import PromptSampler, shard
-from megarl.environments.score import Environment
+from megarl.environments.in_process import InProcess
+from megarl.environments.registry import EnvironmentSpecs, refusal_of_answer
+from megarl.environments.score import Score
+from megarl.environments.workers import Workers
 from megarl.errors import MediaError, PromptError, UserError
 from megarl.media.encoder import Encoder, fingerprint
 from megarl.media.item import EncodedPrompt
@@ -32,7 +35,6 @@ from megarl.models.hf_config import hf_config
 from megarl.options import (
     engine_model_options,
     engine_options,
-    environment_of,
     media_options,
     model_options,
     reward_options,
@@ -42,7 +44,7 @@ from megarl.packing.rows import TokenSequence
 from megarl.parallel.agreement import gathered
 from megarl.parallel.engines import resharded_groups, shared_groups
 from megarl.recipe import Recipe
-from megarl.rewards import Judge
+from megarl.rewards import Batch, Judge, Scorer
 from megarl.rollout.engine import Rollout, RolloutEngine
 from megarl.rollout.exchange import balance
 from megarl.rollout.sync import ReshardedWeights, SharedWeights, WeightSync
@@ -62,6 +64,8 @@ class Parts:
     """From trainer to engine."""
     data_parallel_ranks: range
     """Of the trainer, whose prompts this rank's engine and its peers sample."""
+    same_prompts: dist.ProcessGroup
+    """All ranks that have these prompts, and all rollouts of them."""
 
 
 @dataclass(eq=False)
@@ -71,7 +75,7 @@ class Run:
     processor: Any
     parts: Parts
     encoder: Encoder
-    environment: Environment
+    judges: InProcess | Workers
     train_prompts: PromptSet
     test_prompts: PromptSet
     stop_ids: tuple[int, ...]
@@ -84,7 +88,8 @@ class Run:
         self._sampler = PromptSampler(self.train_prompts, self.recipe.seed)
         # An order of its own, beside the steps' and the warm-up's.
         self._other_sampler = PromptSampler(self.train_prompts, (self.recipe.seed + 2) % 2**32)
-        self.judge = Judge(self.environment, self.text, reward_options(self.recipe))
+        self.scorer = Scorer(self.judges.score, self.text)
+        self._judge = Judge(self.scorer, reward_options(self.recipe))
         self.imbalance = 1.0
         """Of the last step: the largest training cost of a data-parallel rank over the mean."""
         self._answers = AnswerPool(self.train_prompts.sources, self.train_prompts.answers)
@@ -144,6 +149,18 @@ class Run:
             lambda index: self.encoder.encode(self.train_prompts[index]),
         )
         return groups
+
+    def judge(self, groups: list[list[Rollout]]) -> Batch:
+        """Of the groups that this rank trains on.  Collective over the ranks that train on the same rows."""
+        return self._judge(groups, parallel_state.get_tensor_and_context_parallel_group())
+
+    def constant(self, groups: list[list[Rollout]]) -> torch.Tensor:
+        """`Batch.constant` of groups that were sampled here.  Collective over the ranks that have the same prompts."""
+        return self._judge(groups, self.parts.same_prompts).constant
+
+    def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        """Of what this rank's engine has sampled alone.  Collective over the ranks of the engine."""
+        return self.scorer(rollouts, self.engine.groups.tp)[1]
 
     def _sampled_here(self, step: int) -> list[tuple[int, int]]:
         """The shares of one data-parallel rank after another."""
@@ -205,8 +222,9 @@ class Run:
         return self.processor.tokenizer.decode([i for i in ids.tolist() if i not in self.stop_ids])
 
 
-def build_run(recipe: Recipe, folder: Path, ranks: Ranks) -> Run:
+def build_run(recipe: Recipe, folder: Path, ranks: Ranks, alive: Callable[[], None] = lambda: None) -> Run:
     """Data, model, engine and trainer of this rank.  Collective; the run folder is there, `ranks` are `start_ranks()`.
+    `alive` is called now and then while rewards are waited for.
 
     Raises:
         UserError: something in the recipe, the data or the checkpoint does not fit.
@@ -223,8 +241,25 @@ def build_run(recipe: Recipe, folder: Path, ranks: Ranks) -> Run:
     if recipe.warmup:
         _refuse_long_answers(recipe, processor.tokenizer, train_prompts)
     test_prompts = _load_prompts(recipe, folder, "test", encoder, identity, ranks)[: recipe.evaluation.max_prompts]
+    specs = recipe.environment.specs
+    for split, prompts in (("train", train_prompts), ("test", test_prompts)):
+        _refuse_rows_without_judge(specs, prompts, split)
+    judges = build_judges(recipe, alive)
     parts = build_parts(recipe, initial)
-    return Run(recipe, folder, processor, parts, encoder, environment_of(recipe), train_prompts, test_prompts, stop_ids)
+    return Run(recipe, folder, processor, parts, encoder, judges, train_prompts, test_prompts, stop_ids)
+
+
+def build_judges(recipe: Recipe, alive: Callable[[], None] = lambda: None) -> InProcess | Workers:
+    """Who gives the rewards: this process, where their time is bounded, or others.
+
+    Raises:
+        UserError: the user's own cannot be made.
+    """
+    environment = recipe.environment
+    specs = environment.specs
+    if specs.bounded:
+        return InProcess(specs.build())
+    return Workers(specs, environment.workers, environment.timeout_seconds, alive)
 
 
 def build_parts(recipe: Recipe, checkpoint: Path) -> Parts:
@@ -242,7 +277,7 @@ def build_parts(recipe: Recipe, checkpoint: Path) -> Parts:
         sampled, sync = empty_copy(policy, checkpoint, options, groups.model), ReshardedWeights
     engine = RolloutEngine(sampled, engine_options(recipe), groups.peers)
     weight_sync = sync(engine, policy.model, recipe.rollout.verify_sync)
-    return Parts(policy, trainer, engine, weight_sync, groups.data_parallel_ranks)
+    return Parts(policy, trainer, engine, weight_sync, groups.data_parallel_ranks, groups.same_prompts)
 
 
 def _load_prompts(recipe: Recipe, folder: Path, split: str, encoder: Encoder, identity: str, ranks: Ranks) -> PromptSet:
@@ -294,6 +329,25 @@ def _refuse_long_answers(recipe: Recipe, tokenizer: Any, prompts: PromptSet) -> 
                 f"warmup: the answer {answer[:40]!r} has {tokens} tokens with its end token, "
                 f"rollout.max_new_tokens = {most}: raise it, or set warmup = null"
             )
+
+
+def _refuse_rows_without_judge(specs: EnvironmentSpecs, prompts: PromptSet, split: str) -> None:
+    """Each row needs an environment, and a ground truth that it can compare with."""
+    sources, answers = prompts.sources, prompts.answers
+    if missing := sorted({source for source in sources if specs.of(source) is None}):
+        shown = ", ".join(map(repr, missing[:3])) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise UserError(
+            f"environment.sources has none for {shown}, sources of rows in {split}: name an environment for each, "
+            "or environment.name for all others"
+        )
+    seen = set()
+    for index, pair in enumerate(zip(sources, answers, strict=True)):
+        if pair in seen:
+            continue
+        seen.add(pair)
+        spec = specs.of(pair[0])
+        if refusal := refusal_of_answer(spec, pair[1]):
+            raise UserError(f"{split}, row {prompts[index].row}: {refusal} ({spec.key}.name = {spec.name!r})")
 
 
 def draw_key(seed: int, purpose: str, step: int, place: int) -> int:

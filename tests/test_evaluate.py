@@ -5,7 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.data.prompt import Prompt
+from megarl.environments.environment import Graded
 from megarl.environments.exact_match import ExactMatch
+from megarl.environments.in_process import InProcess
+from megarl.environments.score import Attempt
 from tests.distributed import lazy
 
 evaluation = lazy("megarl.evaluate")
@@ -35,6 +38,10 @@ def stand_in(held_out: Prompts) -> SimpleNamespace:
         assert len(encoded) == len(keys) <= 2
         return [[SimpleNamespace(ids="yes", finished=True, prompt=SimpleNamespace(prompt=p))] for p in encoded]
 
+    def scores(rollouts):
+        attempts = [Attempt(one.ids, one.finished, one.prompt.prompt.answer) for one in rollouts]
+        return InProcess(Graded(ExactMatch())).score(attempts)
+
     engines = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return SimpleNamespace(
         recipe=SimpleNamespace(
@@ -45,8 +52,7 @@ def stand_in(held_out: Prompts) -> SimpleNamespace:
         stop_ids=(2,),
         encoder=SimpleNamespace(encode=lambda prompt: prompt, prefetch=lambda prompts: None),
         engine=SimpleNamespace(generate=generate, groups=SimpleNamespace(dp_cp=engines)),
-        environment=ExactMatch(),
-        text=lambda ids: ids,
+        scores=scores,
         test_prompts=held_out,
     )
 

@@ -22,13 +22,16 @@ class EngineGroups:
     """One rank of each engine that samples a part of the same prompts."""
     data_parallel_ranks: range
     """Of the trainer: whose prompts these are."""
+    same_prompts: dist.ProcessGroup
+    """All ranks that have these prompts, and all rollouts of them."""
 
 
 def shared_groups() -> EngineGroups:
     """The engine steps the trainer's module."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     rank = parallel_state.get_data_parallel_rank()
-    return EngineGroups(groups, groups.cp, range(rank, rank + 1))
+    same_rows = parallel_state.get_tensor_and_context_parallel_group()
+    return EngineGroups(groups, groups.cp, range(rank, rank + 1), same_rows)
 
 
 def resharded_groups(
@@ -58,5 +61,7 @@ def resharded_groups(
         list(range(first + lane, first + block, engine)) for first in range(0, world, block) for lane in range(engine)
     ]
     peers, _ = dist.new_subgroups_by_enumeration(lanes)
+    blocks = [list(range(first, first + block)) for first in range(0, world, block)]
+    same_prompts, _ = dist.new_subgroups_by_enumeration(blocks)
     first = rank // block * block // same_rows
-    return EngineGroups(groups, peers, range(first, first + block // same_rows))
+    return EngineGroups(groups, peers, range(first, first + block // same_rows), same_prompts)
