@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.data.files import SPLITS, find_split
 from megarl.data.generators.registry import check_options
+from megarl.environments.workers import Workers
 from megarl.errors import UserError
 from megarl.layout import check_context, check_experts, check_heads, check_ring, check_router_replay
 from megarl.models.families import FAMILIES
@@ -339,6 +340,13 @@ def check_perception(algorithm: AlgorithmSection, config: "PreTrainedConfig") ->
         raise UserError(f"{key}: should be 0, since a {config.model_type} reads text alone")
 
 
+def check_environment(recipe: Recipe) -> None:
+    """Refuses the user's own environments that cannot be imported, made or called: one process tries."""
+    environment = recipe.environment
+    if any(one.own for one in (environment, *environment.sources.values())):
+        Workers(environment.specs, 1, environment.timeout_seconds).close()
+
+
 def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":
     """Everything that can be said against a recipe before Megatron is imported; returns the model's config.
 
@@ -349,6 +357,7 @@ def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":
     check_folders(recipe.model, recipe.data)
     if recipe.data.generator is not None:
         check_options(recipe.data.generator, recipe.data.generator_options)
+    check_environment(recipe)
     config = hf_config(recipe.model.path, recipe.model.config)
     if recipe.algorithm.reference is not None:
         check_reference(recipe.algorithm.reference, config)

@@ -38,13 +38,14 @@ def evaluate_only(recipe: Recipe) -> None:
         prepare_data(recipe)
     ranks.broadcast(None)  # the others wait for rank 0
     newest, said = checkpoint_folder.newest_whole(folder / "checkpoints", set_aside=False)
-    with _initial_model(recipe, folder, ranks) as initial:
-        held_out = build_held_out(recipe, folder, initial, newest, ranks)
     minutes = recipe.limits.no_progress_minutes
     watchdog = Watchdog(minutes and 60 * minutes)
+    with _initial_model(recipe, folder, ranks) as initial:
+        held_out = build_held_out(recipe, folder, initial, newest, ranks, watchdog.alive)
     watchdog.start()
     found = evaluate(held_out, watchdog.alive)
     watchdog.stop()
+    held_out.judges.close()
     if dist.get_rank() == 0:
         name = newest.name if newest else _INITIAL
         path = folder / "evaluations" / f"{name}.json"

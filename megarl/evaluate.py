@@ -59,16 +59,13 @@ def evaluate(run: HeldOut, alive: Callable[[], None] = lambda: None) -> Evaluati
         alive()
         prompts = [run.encoder.encode(run.test_prompts[place]) for place in mine[start : start + batch]]
         run.encoder.prefetch([run.test_prompts[place] for place in mine[start + batch :][:batch]])
-        for rollouts in run.engine.generate(prompts, sampling, samples, keys[start : start + batch]):
-            encoded = rollouts[0].prompt
-            texts = [run.text(rollout.ids) for rollout in rollouts]
-            scores = [
-                run.environment.score(text, rollout.finished, encoded.prompt.answer)
-                for text, rollout in zip(texts, rollouts, strict=True)
-            ]
+        groups = run.engine.generate(prompts, sampling, samples, keys[start : start + batch])
+        judged = iter(run.scores([rollout for rollouts in groups for rollout in rollouts]))
+        for rollouts in groups:
+            encoded, scores = rollouts[0].prompt, [next(judged) for _ in rollouts]
             answers = [
-                (text.strip() if score.answer is None else score.answer) if rollout.finished else None
-                for text, score, rollout in zip(texts, scores, rollouts, strict=True)
+                (run.text(rollout.ids).strip() if score.answer is None else score.answer) if rollout.finished else None
+                for score, rollout in zip(scores, rollouts, strict=True)
             ]
             kinds = ("source", encoded.prompt.source), ("modality", encoded.modality)
             tally.add(kinds, [score.correct for score in scores], answers)

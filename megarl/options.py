@@ -8,9 +8,6 @@ from megarl.algorithms.advantages import AdvantageOptions
 from megarl.algorithms.corrections import CorrectionOptions
 from megarl.algorithms.objective import ObjectiveOptions
 from megarl.algorithms.perception import PerceptionOptions
-from megarl.environments.exact_match import ExactMatch
-from megarl.environments.score import Environment
-from megarl.environments.visual_answer import VisualAnswer
 from megarl.errors import UserError
 from megarl.media.options import ImageOptions, MediaOptions, VideoOptions
 from megarl.models.build import ModelOptions
@@ -75,14 +72,6 @@ def media_options(recipe: Recipe) -> MediaOptions:
     )
 
 
-def environment_of(recipe: Recipe) -> Environment:
-    """What judges the rollouts."""
-    e = recipe.environment
-    if e.name == "visual_answer":
-        return VisualAnswer(e.format, e.format_reward, e.count_tolerance)
-    return ExactMatch(e.format, e.format_reward)
-
-
 def reward_options(recipe: Recipe) -> RewardOptions:
     """What rewards depend on beside the answer."""
     e = recipe.environment
@@ -91,6 +80,7 @@ def reward_options(recipe: Recipe) -> RewardOptions:
         e.overlong_buffer,
         e.overlong_penalty,
         recipe.algorithm.filter_overlong,
+        drop_failed=e.on_error == "drop",
         by_component=recipe.algorithm.advantage == "component_std",
     )
 

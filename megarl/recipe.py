@@ -28,6 +28,8 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from megarl.environments.extraction import EXTRACTIONS, FORMATS, malformed, without_group
+from megarl.environments.registry import GRADERS, EnvironmentSpec, EnvironmentSpecs, wrong_option
 from megarl.errors import UserError, one_line
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -166,20 +168,119 @@ class DataSection(Section):
     """Threads of a rank that decode and prepare media."""
 
 
-class EnvironmentSection(Section):
-    name: Literal["exact_match", "visual_answer"] = "exact_match"
-    """Reward 1 when the answer equals the ground truth, else 0; `visual_answer` overlooks case, articles and final
-    punctuation, and takes number words for numbers."""
+class Conflict(ValueError):
+    """Values of a section that do not go together."""
+
+    def __init__(self, settings: dict[str, Any], why: str):
+        """
+        Args:
+            settings: values by key, inside the section.
+            why: what is wrong with them.
+        """
+        super().__init__(why)
+        self.settings = settings
+
+    def under(self, section: str) -> str:
+        """The message, with dotted keys of the recipe."""
+        named = [f"{section}.{key} = {_one_line(repr(value), limit=60)}" for key, value in self.settings.items()]
+        return f"{', '.join(named)}: {self}"
+
+
+class GraderSection(Section):
+    name: str | None = None
+    """`exact_match`, `visual_answer`, `multiple_choice`, `numeric`, `math`, `box_iou`, `point_in_box`, or your own as
+    `package.module:Name`; see docs/environments.md. null: `exact_match`; but where `sources` are given there is none
+    for the others."""
+    options: dict[str, Any] = {}
+    """Of that grader, such as `count_tolerance: 1`; of your own, what it is made with."""
+    extract: str | None = None
+    """Where in a completion the answer is: `answer` (the last `<answer>` tags), `boxed` (the last `\\boxed` braces), or a
+    regular expression whose first group it is; null: all of it."""
     format: str | None = None
-    """Regular expression that a well-formed answer matches in full."""
+    """Regular expression that a well-formed completion matches in full; or `think_answer`: `<think>` tags, then
+    `<answer>` tags."""
     format_reward: NonNegativeFloat = 0.0
-    """Added to the reward of a well-formed answer."""
-    count_tolerance: NonNegativeInt = 0
-    """Of `visual_answer`: a count that is off by d, of at most this, earns 1 - d / (count_tolerance + 1)."""
+    """Added to the reward of a well-formed completion."""
+    weight: PositiveFloat = 1.0
+    """Multiplies the reward."""
+
+    @property
+    def own(self) -> bool:
+        """Whether it is the user's."""
+        return self.name is not None and ":" in self.name
+
+    def spec(self, key: str) -> EnvironmentSpec:
+        """As the environments take it; `key` is this section's."""
+        name = self.name or "exact_match"
+        return EnvironmentSpec(key, name, self.options, self.extract, self.format, self.format_reward, self.weight)
+
+    @model_validator(mode="after")
+    def _refuse_conflicts(self) -> Self:
+        for refused, keys, why in self._conflicts():
+            if refused:
+                raise Conflict({key: getattr(self, key) for key in keys.split()}, why)
+        return self
+
+    def _conflicts(self) -> Iterator[tuple[bool, str, str]]:
+        name = self.name or "exact_match"
+        known = name in GRADERS or (self.own and _IMPORT_PATH.fullmatch(name))
+        yield (
+            not known,
+            "name",
+            f"should be one of {', '.join(GRADERS)}, or your own as package.module:Name",
+        )
+        for key in ("extract", "format", "format_reward"):
+            yield (
+                self.own and bool(getattr(self, key)),
+                f"{key} name",
+                "your own environment is given the whole completion and its reward is all",
+            )
+        if not self.own and (wrong := wrong_option(name, self.options)):
+            option, why = wrong
+            raise Conflict({f"options.{option}": self.options.get(option)}, why)
+        for key, names in (("extract", EXTRACTIONS), ("format", FORMATS)):
+            value = getattr(self, key)
+            error = malformed(value) if value is not None and value not in names else None
+            yield error is not None, key, f"should be {', '.join(names)} or a regular expression: {error}"
+        yield (
+            self.extract is not None and self.extract not in EXTRACTIONS and without_group(self.extract),
+            "extract",
+            f"should be {', '.join(EXTRACTIONS)} or have a group that is the answer",
+        )
+        yield self.format_reward > 0 and self.format is None, "format_reward format", "the reward needs a format"
+
+
+class EnvironmentSection(GraderSection):
+    sources: dict[str, GraderSection] = {}
+    """Environments of single sources, by a row's `source`; other rows have the one above."""
+    on_error: Literal["zero", "drop"] = "zero"
+    """A completion whose reward fails, takes too long or is no finite number earns 0; or it is left out of the loss and
+    of its group's statistics."""
+    timeout_seconds: PositiveFloat = 10.0
+    """For a completion, where it is judged in a process of its own: your own and `math`."""
+    workers: PositiveInt = 2
+    """Such processes of a rank."""
     overlong_buffer: NonNegativeInt = 0
     """Tokens before rollout.max_new_tokens over which a penalty rises from 0 to overlong_penalty; 0: none."""
     overlong_penalty: PositiveFloat = 1.0
     """Taken off the reward of an answer of rollout.max_new_tokens."""
+
+    @property
+    def specs(self) -> EnvironmentSpecs:
+        """What judges the rows, by their sources."""
+        default = None if self.name is None and self.sources else self.spec("environment")
+        return EnvironmentSpecs(
+            default, {name: one.spec(f"environment.sources.{name}") for name, one in self.sources.items()}
+        )
+
+    @property
+    def components(self) -> bool:
+        """Whether a reward may have several."""
+        graders = (self, *self.sources.values())
+        return self.overlong_buffer > 0 or any(one.own or one.format_reward > 0 for one in graders)
+
+
+_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 class CorrectionSection(Section):
@@ -601,18 +702,6 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         "should be a multiple of tensor times context parallel size",
     )
 
-    malformed = _regex_error(r.environment.format)
-    yield malformed is not None, "environment.format", f"should be a regular expression: {malformed}"
-    yield (
-        r.environment.format_reward > 0 and r.environment.format is None,
-        "environment.format_reward environment.format",
-        "the reward needs a format",
-    )
-    yield (
-        r.environment.count_tolerance > 0 and r.environment.name != "visual_answer",
-        "environment.count_tolerance environment.name",
-        "only visual_answer knows counts",
-    )
     yield (
         r.environment.overlong_buffer > r.rollout.max_new_tokens,
         "environment.overlong_buffer rollout.max_new_tokens",
@@ -758,7 +847,7 @@ def _algorithm_conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         "the best are chosen among a group's rollouts",
     )
     yield (
-        a.advantage == "component_std" and r.environment.format_reward == 0 and r.environment.overlong_buffer == 0,
+        a.advantage == "component_std" and not r.environment.components,
         "algorithm.advantage environment.format_reward environment.overlong_buffer",
         "normalising each component needs a second one",
     )
@@ -984,21 +1073,14 @@ def _settings(recipe: Recipe, *keys: str) -> str:
     return ", ".join(named)
 
 
-def _regex_error(pattern: str | None) -> re.error | None:
-    try:
-        re.compile(pattern or "")
-    except re.error as error:
-        return error
-    return None
-
-
 def _refusal(error: ValidationError, layers: Sequence[_Layer], path: str) -> str:
     """One line for the first mistake; unknown keys first, since a misspelt key is a missing one too."""
     unknown = ("extra_forbidden", "invalid_key")
     first = min(error.errors(), key=lambda e: e["type"] not in unknown)
     kind, key = first["type"], ".".join(map(str, first["loc"]))
-    if kind == "value_error":  # of `_conflicts`, which names its keys
-        return f"{first['ctx']['error']} (in {path})"
+    if kind == "value_error":
+        error = first["ctx"]["error"]  # that of `_conflicts` names its keys
+        return f"{error.under(key) if isinstance(error, Conflict) else error} (in {path})"
     if kind == "missing":
         meaning = dict(_fields(Recipe))[key].description
         return f"{key} is missing in {path}: should be {_one_line(meaning).rstrip('.')}"
@@ -1040,6 +1122,8 @@ def _nearest(key: str) -> str:
         return "dots are for overrides, a file nests its keys"
     section, _, name = key.rpartition(".")
     siblings = [known for known in keys if known.rpartition(".")[0] == section]
+    if not siblings:  # of one of several alike, such as environment.sources.NAME
+        siblings = [known for known in keys if known.rpartition(".")[0] == section.rpartition(".")[0]]
     for candidates in (siblings, keys):
         names = [known.rpartition(".")[2] for known in candidates]
         if close := get_close_matches(name, names, n=1):

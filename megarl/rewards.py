@@ -1,18 +1,86 @@
 """From sampled groups to samples with rewards, and what there is to say about them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.advantages import constant_groups
 from megarl.algorithms.overlong import overlong_penalty
-from megarl.environments.score import Environment, Score
+from megarl.data.prompt import Prompt
+from megarl.environments.score import Attempt, Score
 from megarl.packing.rows import TokenSequence
+from megarl.parallel.agreement import gathered
 from megarl.rollout.engine import Rollout
 from megarl.training.credit import Sample
 from megarl.training.reduce import over_data_parallel
+
+MOST_FAILURES = 100
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A completion that could not be judged."""
+
+    row: int
+    """`Prompt.row`."""
+    source: str
+    reason: str
+    completion: str
+
+
+class Scorer:
+    """Scores rollouts.  Ranks that have the same ones score a part each and learn the others' scores, so that they go
+    on with the same rewards also where the time that a reward took decides.
+
+    Args:
+        score: of a rank, for each of some attempts in order.
+        decode: `(ids) -> text`.
+    """
+
+    def __init__(self, score: Callable[[Sequence[Attempt]], list[Score]], decode: Callable[[Tensor], str]):
+        self._judge, self._decode = score, decode
+        self._failed, self._failures = 0, []
+
+    def __call__(self, rollouts: Sequence[Rollout], same: dist.ProcessGroup) -> tuple[list[str], list[Score]]:
+        """Texts and scores of the rollouts, of which the ranks of `same` have the same.  Collective over them."""
+        texts = [self._decode(rollout.ids) for rollout in rollouts]
+        attempts = [attempt_of(*pair) for pair in zip(rollouts, texts, strict=True)]
+        ranks = same.size()
+        if ranks == 1:
+            return texts, self._score(attempts)
+        scores: list[Score | None] = [None] * len(attempts)
+        for rank, part in enumerate(gathered(self._score(attempts[same.rank() :: ranks]), same)):
+            scores[rank::ranks] = part
+        return texts, scores
+
+    def _score(self, attempts: Sequence[Attempt]) -> list[Score]:
+        scores = self._judge(attempts)
+        failures = [Failure(a.row, a.source, s.error, a.text) for a, s in zip(attempts, scores, strict=True) if s.error]
+        self._failed += len(failures)
+        self._failures += failures[: MOST_FAILURES - len(self._failures)]
+        return scores
+
+    def take_failures(self) -> tuple[int, list[Failure]]:
+        """How many completions this rank could not judge since the last call, and the first `MOST_FAILURES` of them.
+        Those that another rank judged for this one are that rank's."""
+        taken = self._failed, self._failures
+        self._failed, self._failures = 0, []
+        return taken
+
+
+def attempt_of(rollout: Rollout, text: str) -> Attempt:
+    """What an environment is given of a rollout with this text."""
+    prompt = rollout.prompt.prompt
+    return Attempt(text, rollout.finished, prompt.answer, prompt.source, prompt.row, _question(prompt))
+
+
+def _question(prompt: Prompt) -> str:
+    """Text of the last message."""
+    parts = prompt.messages[-1]["content"] if prompt.messages else ()
+    return "\n".join(part["text"] for part in parts if part["type"] == "text")
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,36 +96,46 @@ class Batch:
     """Components of the reward are weighed one by one."""
 
     @property
+    def judged(self) -> Tensor:
+        """bool `[rollouts]`: those whose reward is known, or counts as 0."""
+        return torch.tensor([sample.judged for sample in self.samples], dtype=torch.bool)
+
+    @property
     def rewards(self) -> Tensor:
         """float32 `[rollouts]`: what is trained on, all components summed."""
         return torch.tensor([sum(sample.rewards) for sample in self.samples])
 
     @property
     def constant(self) -> Tensor:
-        """bool `[groups]`: those whose rollouts all earned the same, in each component where these count apart."""
+        """bool `[groups]`: those whose rollouts all earned the same, in each component where these count apart; of the
+        rollouts that were judged."""
         if not self.groups:
             return torch.zeros(0, dtype=torch.bool)
         rewards = (
             torch.tensor([sample.rewards for sample in self.samples]) if self.by_component else self.rewards[:, None]
         )
-        return torch.stack([constant_groups(part.view(self.groups, -1)) for part in rewards.T]).all(0)
+        judged = self.judged.view(self.groups, -1)
+        return torch.stack([constant_groups(part.view(self.groups, -1), judged) for part in rewards.T]).all(0)
 
     def metrics(self) -> dict[str, float]:
-        """Means over all ranks.  Collective."""
+        """Means over all ranks; of rewards, over those that are known.  Collective."""
         per_rollout = torch.tensor(
             [
-                [s.correct, s.well_formed, r.finished, r.ids.numel()]
+                [s.correct, s.well_formed, s.error is not None, r.finished, r.ids.numel()]
                 for s, r in zip(self.scores, self.rollouts, strict=True)
             ]
         ).double()
-        constant = self.constant
-        counts = torch.tensor([self.rewards.double().sum(), len(self.rollouts), self.groups, int(constant.sum())])
+        constant, judged = self.constant, self.judged
+        rewards = self.rewards[judged].double().sum()
+        counts = torch.tensor([rewards, judged.sum(), len(self.rollouts), self.groups, int(constant.sum())])
         total = over_data_parallel(torch.cat([per_rollout.sum(0), counts.double()]))
-        correct, well_formed, finished, tokens, reward, n, groups, constant_count = total.tolist()
+        correct, well_formed, failed, finished, tokens, reward, known, n, groups, constant_count = total.tolist()
+        known = max(known, 1)
         return {
-            "reward/mean": reward / n,
-            "reward/accuracy": correct / n,
-            "reward/well_formed": well_formed / n,
+            "reward/mean": reward / known,
+            "reward/accuracy": correct / known,
+            "reward/well_formed": well_formed / known,
+            "reward/failed": failed / n,
             "reward/constant_groups": constant_count / groups,
             "rollout/finished": finished / n,
             "rollout/mean_length": tokens / n,
@@ -75,27 +153,22 @@ class RewardOptions:
     overlong_penalty: float = 1.0
     filter_overlong: bool = False
     """Leave completions that no stop token ended out of the loss."""
+    drop_failed: bool = False
+    """Leave completions that could not be judged out of the loss and of their group's statistics; else they earn 0."""
     by_component: bool = False
     """The advantage weighs the components of the reward one by one."""
 
 
 class Judge:
-    """Scores rollouts.
+    """Scores groups of rollouts and makes them samples."""
 
-    Args:
-        decode: `(ids) -> text`.
-    """
+    def __init__(self, scorer: Scorer, options: RewardOptions):
+        self._scorer, self._options = scorer, options
 
-    def __init__(self, environment: Environment, decode: Callable[[Tensor], str], options: RewardOptions):
-        self._environment, self._decode, self._options = environment, decode, options
-
-    def __call__(self, groups: list[list[Rollout]]) -> Batch:
+    def __call__(self, groups: list[list[Rollout]], same: dist.ProcessGroup) -> Batch:
+        """Collective over the ranks of `same`, which have the same groups."""
         rollouts = [rollout for group in groups for rollout in group]
-        texts = [self._decode(rollout.ids) for rollout in rollouts]
-        scores = [
-            self._environment.score(text, r.finished, r.prompt.prompt.answer)
-            for text, r in zip(texts, rollouts, strict=True)
-        ]
+        texts, scores = self._scorer(rollouts, same)
         o = self._options
         added: list[tuple[float, ...]] = [()] * len(rollouts)
         if o.overlong_buffer:
@@ -108,11 +181,8 @@ class Judge:
                 r.log_probs,
                 (*score.components, *more),
                 trainable=r.finished or not o.filter_overlong,
+                judged=score.error is None or not o.drop_failed,
             )
             for r, score, more in zip(rollouts, scores, added, strict=True)
         ]
         return Batch(rollouts, texts, scores, samples, len(groups), o.by_component)
-
-    def constant(self, groups: list[list[Rollout]]) -> Tensor:
-        """`Batch.constant` of these groups."""
-        return self(groups).constant

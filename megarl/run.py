@@ -1,7 +1,7 @@
 """Everything that a run holds, built from its recipe."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -22,7 +22,10 @@ from megarl.data.ledger import Ledger
 from megarl.data.media_values import MediaReader
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.sampler import PromptSampler, shard
-from megarl.environments.score import Environment
+from megarl.environments.in_process import InProcess
+from megarl.environments.registry import EnvironmentSpecs, refusal_of_answer
+from megarl.environments.score import Score
+from megarl.environments.workers import Workers
 from megarl.errors import MediaError, PromptError, UserError
 from megarl.media.encoder import Encoder, fingerprint
 from megarl.media.item import EncodedPrompt
@@ -32,7 +35,6 @@ from megarl.models.hf_config import hf_config
 from megarl.options import (
     engine_model_options,
     engine_options,
-    environment_of,
     media_options,
     model_options,
     reward_options,
@@ -40,9 +42,9 @@ from megarl.options import (
 from megarl.packing.cost import CostModel
 from megarl.packing.rows import TokenSequence
 from megarl.parallel.agreement import gathered
-from megarl.parallel.engines import resharded_groups, shared_groups
+from megarl.parallel.engines import EngineGroups, resharded_groups, shared_groups
 from megarl.recipe import Recipe
-from megarl.rewards import Judge
+from megarl.rewards import Batch, Judge, Scorer
 from megarl.rollout.engine import Rollout, RolloutEngine
 from megarl.rollout.exchange import balance
 from megarl.rollout.sync import ReshardedWeights, SharedWeights, WeightSync
@@ -70,6 +72,8 @@ class Parts:
     """From trainer to engine."""
     data_parallel_ranks: range
     """Of the trainer, whose prompts this rank's engine and its peers sample."""
+    same_prompts: dist.ProcessGroup
+    """All ranks that have these prompts, and all rollouts of them."""
 
 
 @dataclass(eq=False)
@@ -80,9 +84,16 @@ class HeldOut:
     processor: Any
     engine: RolloutEngine
     encoder: Encoder
-    environment: Environment
+    judges: InProcess | Workers
     test_prompts: PromptSet
     stop_ids: tuple[int, ...]
+
+    def __post_init__(self):
+        self.scorer = Scorer(self.judges.score, self.text)
+
+    def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        """Of what this rank's engine has sampled alone.  Collective over the ranks of the engine."""
+        return self.scorer(rollouts, self.engine.groups.tp)[1]
 
     @cached_property
     def chance(self) -> float:
@@ -101,13 +112,14 @@ class Run(HeldOut):
     train_prompts: PromptSet
 
     def __post_init__(self):
+        super().__post_init__()
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
         self.policy, self.trainer, self.sync = self.parts.policy, self.parts.trainer, self.parts.sync
         self._sampler = PromptSampler(self.train_prompts, self.recipe.seed)
         # An order of its own, beside the steps' and the warm-up's.
         self._other_sampler = PromptSampler(self.train_prompts, (self.recipe.seed + 2) % 2**32)
-        self.judge = Judge(self.environment, self.text, reward_options(self.recipe))
+        self._judge = Judge(self.scorer, reward_options(self.recipe))
         self.imbalance = 1.0
         """Of the last step: the largest training cost of a data-parallel rank over the mean."""
         self._answers = AnswerPool(self.train_prompts.sources, self.train_prompts.answers)
@@ -186,6 +198,14 @@ class Run(HeldOut):
         )
         return kept
 
+    def judge(self, groups: list[list[Rollout]]) -> Batch:
+        """Of the groups that this rank trains on.  Collective over the ranks that train on the same rows."""
+        return self._judge(groups, parallel_state.get_tensor_and_context_parallel_group())
+
+    def constant(self, groups: list[list[Rollout]]) -> torch.Tensor:
+        """`Batch.constant` of groups that were sampled here.  Collective over the ranks that have the same prompts."""
+        return self._judge(groups, self.parts.same_prompts).constant
+
     def _sampled_here(self, step: int) -> list[tuple[int, int]]:
         """The shares of one data-parallel rank after another."""
         return [one for rank in self.parts.data_parallel_ranks for one in self._step_share(step, rank)]
@@ -242,8 +262,9 @@ class Run(HeldOut):
         return TokenSequence(prompt, torch.tensor(ids))
 
 
-def build_run(recipe: Recipe, folder: Path, ranks: Ranks) -> Run:
+def build_run(recipe: Recipe, folder: Path, ranks: Ranks, alive: Callable[[], None] = lambda: None) -> Run:
     """Data, model, engine and trainer of this rank.  Collective; the run folder is there, `ranks` are `start_ranks()`.
+    `alive` is called now and then while rewards are waited for.
 
     Raises:
         UserError: something in the recipe, the data or the checkpoint does not fit.
@@ -260,7 +281,7 @@ def build_run(recipe: Recipe, folder: Path, ranks: Ranks) -> Run:
         processor=reader.processor,
         engine=parts.engine,
         encoder=reader.encoder,
-        environment=environment_of(recipe),
+        judges=build_judges(recipe, alive),
         test_prompts=test_prompts,
         stop_ids=reader.stop_ids,
         folder=folder,
@@ -269,13 +290,21 @@ def build_run(recipe: Recipe, folder: Path, ranks: Ranks) -> Run:
     )
 
 
-def build_held_out(recipe: Recipe, folder: Path, initial: Path, saved: Path | None, ranks: Ranks) -> HeldOut:
+def build_held_out(
+    recipe: Recipe,
+    folder: Path,
+    initial: Path,
+    saved: Path | None,
+    ranks: Ranks,
+    alive: Callable[[], None] = lambda: None,
+) -> HeldOut:
     """What evaluates a policy that is not trained: no optimizer, no gradients, no training prompts.  Collective.
 
     Args:
         folder: of the run; nothing is written into it but media that rows name by URL.
         initial: where the model that the run begins with lies, or is made.
         saved: the checkpoint whose weights are evaluated; None: the initial ones.
+        alive: called now and then while rewards are waited for.
 
     Raises:
         UserError: something in the recipe, the data or the checkpoint does not fit.
@@ -295,7 +324,7 @@ def build_held_out(recipe: Recipe, folder: Path, initial: Path, saved: Path | No
         processor=reader.processor,
         engine=engine,
         encoder=reader.encoder,
-        environment=environment_of(recipe),
+        judges=build_judges(recipe, alive),
         test_prompts=prompts,
         stop_ids=reader.stop_ids,
     )
@@ -322,16 +351,30 @@ def _reader(recipe: Recipe, initial: Path) -> _Reader:
     return _Reader(processor, processor_identity(folder), encoder, stop_ids)
 
 
+def build_judges(recipe: Recipe, alive: Callable[[], None] = lambda: None) -> InProcess | Workers:
+    """Who gives the rewards: this process, where their time is bounded, or others.
+
+    Raises:
+        UserError: the user's own cannot be made.
+    """
+    environment = recipe.environment
+    specs = environment.specs
+    if specs.bounded:
+        return InProcess(specs.build())
+    return Workers(specs, environment.workers, environment.timeout_seconds, alive)
+
+
 def build_parts(recipe: Recipe, checkpoint: Path) -> Parts:
     """The policy from its Hugging Face folder, trainer and engine, whose weights are the same.  Collective."""
     policy = load_policy(checkpoint, model_options(recipe))
     # The trainer first: its DDP moves the weights into its buffers, and what the engine captures in CUDA graphs are
     # addresses.
     trainer = Trainer(policy.model, recipe.rollout.scoring_temperature, recipe.training.log_prob_chunk)
-    return Parts(policy, trainer, *_build_engine(recipe, policy, checkpoint))
+    engine, sync, groups = _build_engine(recipe, policy, checkpoint)
+    return Parts(policy, trainer, engine, sync, groups.data_parallel_ranks, groups.same_prompts)
 
 
-def _build_engine(recipe: Recipe, policy: Policy, checkpoint: Path) -> tuple[RolloutEngine, WeightSync, range]:
+def _build_engine(recipe: Recipe, policy: Policy, checkpoint: Path) -> tuple[RolloutEngine, WeightSync, EngineGroups]:
     """Over the policy's module or one in a layout of its own: `Parts.engine`, `sync` and `data_parallel_ranks`."""
     sampled, groups, sync = policy.model, shared_groups(), SharedWeights
     if recipe.rollout.parallel is not None:
@@ -341,7 +384,7 @@ def _build_engine(recipe: Recipe, policy: Policy, checkpoint: Path) -> tuple[Rol
         )
         sampled, sync = empty_copy(policy, checkpoint, options, groups.model), ReshardedWeights
     engine = RolloutEngine(sampled, engine_options(recipe), groups.peers)
-    return engine, sync(engine, policy.model, recipe.rollout.verify_sync), groups.data_parallel_ranks
+    return engine, sync(engine, policy.model, recipe.rollout.verify_sync), groups
 
 
 def _load_prompts(
@@ -356,7 +399,9 @@ def _load_prompts(
     began = latest(folder / "checkpoints") is not None
     ledger = Ledger(folder, split, settings, began and not recipe.allow_dataset_change, record)
     ceiling = data.max_rejected_fraction
-    return load_prompts(files, media, reader.encoder.check, ranks, ledger, max_rejected_fraction=ceiling)[0]
+    prompts = load_prompts(files, media, reader.encoder.check, ranks, ledger, max_rejected_fraction=ceiling)[0]
+    _refuse_rows_without_judge(recipe.environment.specs, prompts, split)
+    return prompts
 
 
 _OF_NO_PROMPT = {"generator", "generator_options", "max_rejected_fraction", "media_cache_gb", "media_threads"}
@@ -395,6 +440,25 @@ def _refuse_long_answers(recipe: Recipe, tokenizer: Any, prompts: PromptSet) -> 
                 f"warmup: the answer {answer[:40]!r} has {tokens} tokens with its end token, "
                 f"rollout.max_new_tokens = {most}: raise it, or set warmup = null"
             )
+
+
+def _refuse_rows_without_judge(specs: EnvironmentSpecs, prompts: PromptSet, split: str) -> None:
+    """Each row needs an environment, and a ground truth that it can compare with."""
+    sources, answers = prompts.sources, prompts.answers
+    if missing := sorted({source for source in sources if specs.of(source) is None}):
+        shown = ", ".join(map(repr, missing[:3])) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise UserError(
+            f"environment.sources has none for {shown}, sources of rows in {split}: name an environment for each, "
+            "or environment.name for all others"
+        )
+    seen = set()
+    for index, pair in enumerate(zip(sources, answers, strict=True)):
+        if pair in seen:
+            continue
+        seen.add(pair)
+        spec = specs.of(pair[0])
+        if refusal := refusal_of_answer(spec, pair[1]):
+            raise UserError(f"{split}, row {prompts[index].row}: {refusal} ({spec.key}.name = {spec.name!r})")
 
 
 def draw_key(seed: int, purpose: str, step: int, place: int) -> int:

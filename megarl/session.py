@@ -18,10 +18,10 @@ from megarl.observe.files import replacing
 from megarl.observe.metrics import MetricsLog
 from megarl.observe.mismatch import MismatchParts, labelled_metrics, mismatch_by_label
 from megarl.observe.progress import NullProgress, Progress
-from megarl.observe.rollouts import RolloutRow, write_rollouts
+from megarl.observe.rollouts import RolloutRow, append_rows, write_rollouts
 from megarl.observe.timer import PhaseTimer
 from megarl.options import partial_options, rl_optimizer, sampling_options, step_options, warmup_optimizer
-from megarl.parallel.agreement import gathered
+from megarl.parallel.agreement import any_rank, gathered
 from megarl.partial_rollouts import PartialRollouts, flat, unflat
 from megarl.platform.kernels import kernels
 from megarl.platform.launch import StopSignal
@@ -60,10 +60,10 @@ class Session:
         ranks.broadcast(None)  # the others wait for rank 0
         self._checkpoints, self._reference_folder = folder / "checkpoints", folder / "reference"
         self._newest, self._said = checkpoint_folder.newest_whole(self._checkpoints)
-        self.run = build_run(recipe, folder, ranks)
-        self._sampling = sampling_options(recipe, self.run.stop_ids)
         minutes = recipe.limits.no_progress_minutes
         self._watchdog = Watchdog(minutes and 60 * minutes)
+        self.run = build_run(recipe, folder, ranks, self._watchdog.alive)
+        self._sampling = sampling_options(recipe, self.run.stop_ids)
         self.timer = PhaseTimer(torch.cuda.synchronize if kernels().gpu else None, self._watchdog.enter)
         self.policy_step: PolicyStep | None = None
         self._reference: ReferencePolicy | None = None
@@ -72,6 +72,7 @@ class Session:
         """The step of `_accuracy`."""
         self._stopped = False
         self._resampled = 0.0
+        self._said_failed = False
         self._progress = Progress(recipe.steps) if self._main else NullProgress()
         self._resume()
         self._partial = self._partial_rollouts(self._newest if self._phase == _RL else None)
@@ -96,6 +97,7 @@ class Session:
     def __exit__(self, *exception) -> None:
         self._watchdog.stop()
         self._progress.__exit__(*exception)
+        self.run.judges.close()
         if self._log:
             self._log.close()
 
@@ -209,7 +211,7 @@ class Session:
         def draw(number: int, positions: list[int]) -> list[list[Rollout]] | None:
             return self._generate(*run.other_prompts(step, number, positions))
 
-        groups, self._resampled = resample(groups, rounds, lambda some: run.judge(some).constant, draw)
+        groups, self._resampled = resample(groups, rounds, run.constant, draw)
         return groups
 
     def _partial_rollouts(self, newest: Path | None) -> PartialRollouts | None:
@@ -268,6 +270,7 @@ class Session:
             "rollout/resampled": self._resampled,
             **self._partial_metrics(step, batch),
         }
+        self._failed(step)
         self._save_rollouts(step, batch, scored, credit)
         self._progress.step(step, values)
         every = self._recipe.evaluation.every
@@ -319,10 +322,30 @@ class Session:
         with self.timer("evaluate"):
             found = evaluate(self.run, self._watchdog.alive)
         self._accuracy, self._evaluated = found.accuracy, step
+        failed = self._failed(step)
         by_source = {source: values["accuracy"] for source, values in found.by_source.items()}
         of_several = {name: value for name, value in found.overall.items() if name != "accuracy"}
         self._progress.evaluation(step, found.accuracy, self.run.chance, by_source, of_several)
-        return {**found.metrics(), "eval/chance": self.run.chance, **self.timer.pop()}
+        chance = self.run.chance
+        return {**found.metrics(), "eval/chance": chance, "eval/failed": failed, **self.timer.pop()}
+
+    def _failed(self, step: int) -> int:
+        """Completions that could not be judged since the last call, on all ranks.  Writes them down, and says so the
+        first time."""
+        count, failures = self.run.scorer.take_failures()
+        if not any_rank(count > 0):
+            return 0
+        everyone = gathered((count, failures))
+        failures = [failure for _, theirs in everyone for failure in theirs]
+        if self._main:
+            path = self.run.folder / "reward_failures.jsonl"
+            append_rows(path, ({"step": step, **vars(failure)} for failure in failures))
+            if not self._said_failed:
+                first = failures[0]
+                where = f"row {first.row} ({first.source})"
+                self._progress.message(f"step {step}: a reward failed, of {where}: {first.reason}; see {path}")
+        self._said_failed = True
+        return sum(count for count, _ in everyone)
 
     def _log_step(self, step: int, values: dict[str, float]) -> None:
         if self._log:

@@ -49,6 +49,8 @@ _MAY_CHANGE = (
     "rollout.verify_sync",
     "data.media_cache_gb",
     "data.media_threads",
+    "environment.timeout_seconds",
+    "environment.workers",
     # where the data lies: what it is has a hash of its own
     "allow_dataset_change",
     "data.path",

@@ -58,9 +58,8 @@ def parts(checkpoint: Path, layout, engines=None, verify_sync: bool = True, **op
         settings = ModelOptions(torch.float32, sequence_parallel=engines.sequence_parallel, **sizes)
         sampled = empty_copy(built, checkpoint, settings, groups.model)
     sampling_engine = engine(sampled, peers=groups.peers, **options)
-    return Parts(
-        built, training, sampling_engine, kind(sampling_engine, built.model, verify_sync), groups.data_parallel_ranks
-    )
+    weight_sync = kind(sampling_engine, built.model, verify_sync)
+    return Parts(built, training, sampling_engine, weight_sync, groups.data_parallel_ranks, groups.same_prompts)
 
 
 def sampling(max_new_tokens: int = 10, stop_ids: tuple[int, ...] = STOP, **options) -> SamplingOptions:

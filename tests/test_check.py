@@ -172,6 +172,10 @@ def test_module_runs_as_a_command():
             "parallel.cp_comm_type = 'ulysses' in override 'parallel.cp_comm_type=ulysses': should be 'a2a', 'p2p', ",
         ),
         (
+            ["environment={name: 'no.such:Reward', format: null, format_reward: 0}"],
+            "environment.name = 'no.such:Reward': no.such cannot be imported: ModuleNotFoundError: ",
+        ),
+        (
             ["rollout.kv_cache_gb=1e-4"],
             "rollout.kv_cache_gb = 0.0001 holds 128 tokens in bfloat16: should hold data.max_prompt_tokens + "
             "rollout.max_new_tokens = 130",

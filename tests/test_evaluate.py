@@ -5,7 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.data.prompt import Prompt
+from megarl.environments.environment import Graded
 from megarl.environments.exact_match import ExactMatch
+from megarl.environments.in_process import InProcess
+from megarl.environments.score import Attempt
 from tests.distributed import lazy
 
 evaluation = lazy("megarl.evaluate")
@@ -44,6 +47,10 @@ def stand_in(held_out: Prompts, answers: list[list[str]] | None = None, modaliti
             for one in encoded
         ]
 
+    def scores(rollouts):
+        attempts = [Attempt(one.ids, one.finished, one.prompt.prompt.answer) for one in rollouts]
+        return InProcess(Graded(ExactMatch())).score(attempts)
+
     engines = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return SimpleNamespace(
         recipe=SimpleNamespace(
@@ -54,8 +61,7 @@ def stand_in(held_out: Prompts, answers: list[list[str]] | None = None, modaliti
         stop_ids=(2,),
         encoder=SimpleNamespace(encode=encode, prefetch=lambda prompts: None),
         engine=SimpleNamespace(generate=generate, groups=SimpleNamespace(dp_cp=engines)),
-        environment=ExactMatch(),
-        text=lambda ids: ids,
+        scores=scores,
         test_prompts=held_out,
     )
 

@@ -240,6 +240,26 @@ def test_unknown_key_names_the_nearest(write, key, hint):
     assert message == f"unknown key '{key}' in override '{key}=1': {hint}"
 
 
+def test_unknown_key_of_a_source(write):
+    """Whose name is no key of the schema."""
+    found = refusal(write("a.yaml", MINIMAL), "environment.sources={geo: {nam: math}}")
+    assert found.endswith("did you mean 'environment.sources.name'?")
+    found = refusal("a.yaml", "environment.sources={geo: {zzzz: 1}}")
+    assert "should be one of environment.sources.name, " in found
+
+
+def test_environments_by_source(write):
+    sources = "environment.sources={a: {name: math, extract: boxed}, b: {weight: 2}}"
+    found = load_recipe(write("a.yaml", MINIMAL), [sources]).environment.specs
+    assert found.default is None and found.of("c") is None and not found.bounded
+    assert (found.of("a").name, found.of("a").key) == ("math", "environment.sources.a")
+    assert (found.of("b").name, found.of("b").weight) == ("exact_match", 2)
+    found = load_recipe("a.yaml", [sources, "environment.name=numeric"]).environment.specs
+    assert found.of("c").name == "numeric"
+    found = load_recipe("a.yaml").environment.specs
+    assert found.of("c").name == "exact_match" and found.bounded
+
+
 def test_unknown_key_names_the_file_that_sets_it(write):
     write("base.yaml", MINIMAL.replace("learning_rate", "learning_rat"))
     write("child.yaml", "extends: base.yaml\nseed: 2\n")
@@ -430,7 +450,7 @@ TINY = "model.tiny_processor"
         (
             MINIMAL,
             ["environment.format='[0-9'"],
-            "environment.format = '[0-9': should be a regular expression: unterminated character set",
+            "environment.format = '[0-9': should be think_answer or a regular expression: unterminated character set",
         ),
         (
             MINIMAL,
@@ -439,8 +459,58 @@ TINY = "model.tiny_processor"
         ),
         (
             MINIMAL,
-            ["environment.count_tolerance=1"],
-            "environment.count_tolerance = 1, environment.name = 'exact_match': only visual_answer knows counts",
+            ["environment.options={count_tolerance: 1}"],
+            "environment.options.count_tolerance = 1: exact_match has no options",
+        ),
+        (
+            MINIMAL,
+            ["environment={name: visual_answer, options: {tolerance: 1}}"],
+            "environment.options.tolerance = 1: visual_answer has count_tolerance",
+        ),
+        (
+            MINIMAL,
+            ["environment={name: visual_answer, options: {count_tolerance: 0.5}}"],
+            "environment.options.count_tolerance = 0.5: should be a valid integer",
+        ),
+        (
+            MINIMAL,
+            ["environment={name: numeric, options: {absolute_tolerance: -1}}"],
+            "environment.options.absolute_tolerance = -1: should be greater than or equal to 0",
+        ),
+        (
+            MINIMAL,
+            ["environment={name: box_iou, options: {threshold: .inf}}"],
+            "environment.options.threshold = inf: should be a finite number",
+        ),
+        (
+            MINIMAL,
+            ["environment.name=exactmatch"],
+            "environment.name = 'exactmatch': should be one of exact_match, visual_answer, multiple_choice, numeric, ",
+        ),
+        (
+            MINIMAL,
+            ["environment.name='my rewards:Reward'"],
+            "environment.name = 'my rewards:Reward': should be one of exact_match, ",
+        ),
+        (
+            MINIMAL,
+            ["environment={name: 'rewards:Reward', extract: boxed}"],
+            "environment.extract = 'boxed', environment.name = 'rewards:Reward': your own environment is given",
+        ),
+        (
+            MINIMAL,
+            ["environment.extract='Answer: .*'"],
+            "environment.extract = 'Answer: .*': should be answer, boxed or have a group that is the answer",
+        ),
+        (
+            MINIMAL,
+            ["environment.extract='(('"],
+            "environment.extract = '((': should be answer, boxed or a regular expression: missing )",
+        ),
+        (
+            MINIMAL,
+            ["environment.sources={a/b.c: {name: math, format_reward: 1}}"],
+            "environment.sources.a/b.c.format_reward = 1.0, environment.sources.a/b.c.format = None: the reward needs",
         ),
         (
             MINIMAL,
@@ -640,6 +710,11 @@ def test_conflict(write, text, overrides, message):
         ["algorithm={ratio: sequence, correction: {level: geometric, bound: mask, low: 0.5, drop_max: 3}}"],
         ["algorithm={advantage: leave_one_out, kl_in: reward, kl_coefficient: 0.01, reference_every: 5}"],
         ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
+        ["environment={extract: 'Answer: (.*)', format: think_answer, format_reward: 0.1}"],
+        ["environment={name: 'my.rewards:Make.reward', options: {anything: [1, {a: b}]}}"],
+        ["environment.sources={a: {name: numeric, options: {relative_tolerance: 1}}}"],
+        ["algorithm.advantage=component_std", "environment.sources={a: {format: x, format_reward: 0.1}}"],
+        ["algorithm.advantage=component_std", "environment.name='rewards:Two'"],
     ],
 )
 def test_no_conflict(write, overrides):

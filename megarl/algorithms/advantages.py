@@ -27,33 +27,67 @@ class AdvantageOptions:
     """k of `max_at_k`, in 2 .. n."""
 
 
-def advantages(rewards: Tensor, options: AdvantageOptions, total: Total = Tensor.double) -> Tensor:
+def advantages(
+    rewards: Tensor, options: AdvantageOptions, total: Total = Tensor.double, judged: Tensor | None = None
+) -> Tensor:
     """Advantages by the name that a recipe gives.
 
     Args:
         rewards: float32 `[groups, rollouts, components]`; a rollout's reward is the sum of its components.
         total: called by those that look at the whole batch, equally often on every rank; the default is for one rank.
+        judged: bool `[groups, rollouts]`; False for rollouts of which no reward is known.  A group is then the others:
+            no mean and no deviation knows them, and their advantage is 0.  None: all were judged.
 
     Returns:
         float32 `[groups, rollouts]`.
     """
+    judged = torch.ones(rewards.shape[:2], dtype=torch.bool) if judged is None else judged
     reward = rewards.sum(-1)
+
+    def over_batch(values: Tensor, normalise: Callable[[Tensor, Total], Tensor]) -> Tensor:
+        found = torch.zeros_like(reward)
+        found[judged] = normalise(values[judged], total).to(found.dtype)
+        return found
+
     match options.name:
         case "group_std":
-            return group_std(reward)
+            return by_size(group_std, reward, judged)
         case "group_mean":
-            return group_mean(reward)
+            return by_size(group_mean, reward, judged)
         case "leave_one_out":
-            return leave_one_out(reward)
+            return by_size(leave_one_out, reward, judged)
         case "batch_std":
-            return batch_std(reward, total)
+            return over_batch(reward, batch_std)
         case "group_mean_batch_std":
-            return batch_std(group_mean(reward), total)
+            return over_batch(by_size(group_mean, reward, judged), batch_std)
         case "component_std":
-            return component_std(rewards, total)
+            return over_batch(by_size(component_sums, rewards, judged), batch_std_of_sums)
         case "max_at_k":
-            return max_at_k(reward, options.best_of)
+            return by_size(lambda r: max_at_k(r, options.best_of), reward, judged, least=options.best_of)
     raise ValueError(f"no advantage is called {options.name!r}: should be one of {', '.join(ADVANTAGES)}")
+
+
+def by_size(estimate: Callable[[Tensor], Tensor], rewards: Tensor, judged: Tensor, least: int = 2) -> Tensor:
+    """What `estimate` makes of the rollouts of each group that were judged, groups with as many at a time.
+
+    Args:
+        estimate: `[groups, n, ...] -> [groups, n]`.
+        rewards: `[groups, rollouts, ...]`.
+        judged: bool `[groups, rollouts]`.
+        least: rollouts without which a group says nothing.
+
+    Returns:
+        `[groups, rollouts]`; 0 for rollouts that were not judged, and in groups with fewer than `least` that were.
+    """
+    sizes, found = judged.sum(1), None
+    for n in sizes.unique().tolist():
+        if n < least:
+            continue
+        chosen = judged & (sizes == n)[:, None]
+        estimated = estimate(rewards[chosen].view(-1, n, *rewards.shape[2:]))
+        found = estimated.new_zeros(judged.shape) if found is None else found
+        found[chosen] = estimated.flatten()
+    return rewards.new_zeros(judged.shape) if found is None else found
 
 
 def group_std(rewards: Tensor, epsilon: float = 1e-6) -> Tensor:
@@ -107,16 +141,16 @@ def batch_std(values: Tensor, total: Total = Tensor.double, epsilon: float = 1e-
     where they are rewards less the mean of their group.  Over rollouts, each of which counts once whatever its length.
 
     Args:
-        values: float32 `[groups, rollouts]`.
+        values: float32 `[groups, rollouts]`, or flat where some rollouts are left out.
         total: called twice.
 
     Returns:
-        float32 `[groups, rollouts]`.
+        Of the same shape and type.
     """
     # In float64, where the mean of equal float32 values is that value.
     exact = values.double()
     count, added = total(torch.stack([torch.tensor(float(values.numel())), exact.sum()])).tolist()
-    centred = exact - added / count
+    centred = exact - added / max(count, 1)
     squares = float(total(centred.square().sum()))
     return (centred / (math.sqrt(squares / max(count - 1, 1)) + epsilon)).to(values.dtype)
 
@@ -133,9 +167,26 @@ def component_std(rewards: Tensor, total: Total = Tensor.double) -> Tensor:
     Returns:
         float32 `[groups, rollouts]`.
     """
-    # In float64 and with a larger epsilon: where components cancel out, what is left is rounding, and no signal.
-    normalised = [group_std(component) for component in rewards.double().unbind(-1)]
-    return batch_std(torch.stack(normalised).sum(0), total, epsilon=1e-4).to(rewards.dtype)
+    return batch_std_of_sums(component_sums(rewards), total).to(rewards.dtype)
+
+
+def component_sums(rewards: Tensor) -> Tensor:
+    """Its first half: the sum of the components, each normalised within its group.
+
+    In float64: where components cancel out, what is left is rounding, and no signal.
+
+    Args:
+        rewards: float32 `[groups, rollouts, components]`.
+
+    Returns:
+        float64 `[groups, rollouts]`.
+    """
+    return torch.stack([group_std(component) for component in rewards.double().unbind(-1)]).sum(0)
+
+
+def batch_std_of_sums(values: Tensor, total: Total = Tensor.double) -> Tensor:
+    """Its second half: `batch_std` with an epsilon above that rounding."""
+    return batch_std(values, total, epsilon=1e-4)
 
 
 def max_at_k(rewards: Tensor, k: int) -> Tensor:
@@ -161,7 +212,10 @@ def max_at_k(rewards: Tensor, k: int) -> Tensor:
     return k * (gained @ largest).gather(1, order.argsort(dim=1))
 
 
-def constant_groups(rewards: Tensor) -> Tensor:
+def constant_groups(rewards: Tensor, judged: Tensor | None = None) -> Tensor:
     """bool `[groups]`: groups whose rollouts all earned the same, and so teach nothing where a group is its own
-    baseline."""
-    return (rewards == rewards[:, :1]).all(dim=1)
+    baseline; of those that were `judged` (bool `[groups, rollouts]`), where not all were."""
+    if judged is None:
+        return (rewards == rewards[:, :1]).all(dim=1)
+    first = rewards.gather(1, judged.int().argmax(1, keepdim=True))
+    return ((rewards == first) | ~judged).all(dim=1)

@@ -1,8 +1,35 @@
-"""What every environment gives, and what it is given."""
+"""What every environment is given, and what it gives."""
 
-import re
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A completion that is to be judged, and what is known of its row."""
+
+    text: str
+    """The completion without its stop token."""
+    finished: bool
+    """A stop token ended it: what was cut off is no answer, right or well-formed."""
+    answer: str
+    """Ground truth of the row."""
+    source: str = ""
+    """Name of the data set or task that the row comes from."""
+    row: int = 0
+    """Place of the row in its file or files, from 1."""
+    question: str = ""
+    """Text of the last message of the prompt, media left out; empty where the row has token ids."""
+
+
+@dataclass(frozen=True)
+class Grade:
+    credit: float
+    """In 0 .. 1."""
+    correct: bool
+    answer: str | None = None
+    """As it was compared with the ground truth, where that is not as it was given."""
 
 
 @dataclass(frozen=True)
@@ -11,6 +38,8 @@ class Score:
     """What the reward is the sum of; as many from every answer that an environment judges."""
     correct: bool
     well_formed: bool
+    error: str | None = None
+    """Why the completion could not be judged, in one line; its components are 0 then."""
     answer: str | None = None
     """As it was compared with the ground truth, so that equal answers are right or wrong alike: what votes count.
     None: the completion's text, without blanks around it."""
@@ -20,15 +49,39 @@ class Score:
         return sum(self.components)
 
 
-class Environment(Protocol):
-    def score(self, completion: str, finished: bool, answer: str) -> Score:
-        """Judges a completion's text, without its stop token, against the ground truth.
+class Grader(Protocol):
+    """Compares an answer with the truth.  Pure, of bounded time and without state."""
 
-        `finished` says that a stop token ended it: what was cut off is no answer, right or well-formed.
+    def grade(self, given: str, answer: str, question: str = "") -> Grade:
+        """
+        Args:
+            given: what was extracted from the completion.
+            answer: ground truth of the row.
+            question: text of the prompt.
+
+        Raises:
+            ValueError: the ground truth is none that it can compare with.
         """
         ...
 
 
-def matches(format: str | None, text: str) -> bool:
-    """Whether the text is well-formed: the regular expression matches all of it; None accepts all."""
-    return format is None or re.fullmatch(format, text) is not None
+class Environment(Protocol):
+    components: int
+    """Of each `Score`."""
+    concurrency: int
+    """Completions that one process judges at a time; more than 1 only where it waits for something."""
+
+    def score(self, attempt: Attempt) -> Score | Awaitable[Score]:
+        """May raise anything: such a completion is not judged (`failed`)."""
+        ...
+
+
+def failed(components: int, reason: str) -> Score:
+    """Of a completion that could not be judged."""
+    return Score((0.0,) * components, False, False, reason)
+
+
+def reason_of(error: BaseException) -> str:
+    """A line of bounded length for what was raised."""
+    text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+    return text if len(text) <= 300 else f"{text[:297]}..."

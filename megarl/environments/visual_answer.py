@@ -1,9 +1,12 @@
-"""Rewards for short answers in words or numbers, as questions about pictures have them."""
+"""Short answers in words or numbers, as questions about pictures have them."""
 
 import re
 from dataclasses import dataclass
+from typing import Annotated
 
-from megarl.environments.score import Score, matches
+from annotated_types import Ge
+
+from megarl.environments.score import Grade
 
 _NUMBERS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
@@ -29,32 +32,21 @@ def normalised(text: str) -> str:
 
 @dataclass(frozen=True)
 class VisualAnswer:
-    """1 for the right answer after both sides were `normalised`, and `format_reward` for one that is well-formed.
+    """1 for the right answer after both sides were `normalised`.
 
     A count that is off by d, of at most `count_tolerance`, earns 1 - d / (count_tolerance + 1) and is not correct:
-    a way towards counting for a policy that is never exact.  All of it needs an answer that was ended by a stop
-    token.
+    a way towards counting for a policy that is never exact.
     """
 
-    format: str | None = None
-    """Regular expression that a well-formed answer matches in full, before it is normalised; None accepts all."""
-    format_reward: float = 0.0
-    count_tolerance: int = 0
+    count_tolerance: Annotated[int, Ge(0)] = 0
 
-    def score(self, completion: str, finished: bool, answer: str) -> Score:
-        """Judges the completion's text, without its stop token and surrounding blanks."""
-        text = completion.strip()
-        well_formed = finished and matches(self.format, text)
-        given, true = normalised(text), normalised(answer)
-        correct = finished and given == true
-        credit = float(correct)
-        if finished and _COUNT.fullmatch(given) and _COUNT.fullmatch(true):
-            distance = abs(int(given) - int(true))
-            correct = distance == 0  # 07 is 7
-            credit = max(0.0, 1 - distance / (self.count_tolerance + 1))
-        return Score((credit, self.format_reward * well_formed), correct, well_formed, _vote(given))
-
-
-def _vote(given: str) -> str:
-    """Counts that are compared as numbers are one answer however they are written."""
-    return str(int(given)) if _COUNT.fullmatch(given) else given
+    def grade(self, given: str, answer: str, question: str = "") -> Grade:
+        given, true = normalised(given), normalised(answer)
+        correct = given == true
+        if not _COUNT.fullmatch(given):
+            return Grade(float(correct), correct, given)
+        vote = str(int(given))  # 07 is 7
+        if not _COUNT.fullmatch(true):
+            return Grade(float(correct), correct, vote)
+        distance = abs(int(given) - int(true))
+        return Grade(max(0.0, 1 - distance / (self.count_tolerance + 1)), distance == 0, vote)

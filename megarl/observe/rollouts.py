@@ -2,9 +2,10 @@
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.observe.files import replacing
 
@@ -62,9 +63,20 @@ def write_rollouts(path: Path, rows: Iterable[RolloutRow]) -> None:
             }
             if row.trainer_logprobs is not None:
                 fields["trainer_logprobs"] = [_rounded(x) for x in row.trainer_logprobs]
-            text = json.dumps(fields, ensure_ascii=False, allow_nan=False) + "\n"
-            # A lone surrogate, which UTF-8 cannot hold, becomes \udXXX: JSON's own escape of it.
-            file.write(text.encode("utf-8", errors="backslashreplace"))
+            file.write(_line(fields))
+
+
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Adds one JSON object a line to a file that grows."""
+    with path.open("ab") as file:
+        for row in rows:
+            file.write(_line(row))
+
+
+def _line(fields: Mapping[str, Any]) -> bytes:
+    text = json.dumps(fields, ensure_ascii=False, allow_nan=False) + "\n"
+    # A lone surrogate, which UTF-8 cannot hold, becomes \udXXX: JSON's own escape of it.
+    return text.encode("utf-8", errors="backslashreplace")
 
 
 def _rounded(number: float) -> float | None:

@@ -20,18 +20,18 @@ class EngineGroups:
     """Of the module that the engine steps; `dp_cp` is one rank of each engine."""
     peers: dist.ProcessGroup
     """One rank of each engine that samples a part of the same prompts."""
-    same_prompts: dist.ProcessGroup
-    """All ranks of these engines."""
     data_parallel_ranks: range
     """Of the trainer: whose prompts these are."""
+    same_prompts: dist.ProcessGroup
+    """All ranks that have these prompts, and all rollouts of them."""
 
 
 def shared_groups() -> EngineGroups:
     """The engine steps the trainer's module."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     rank = parallel_state.get_data_parallel_rank()
-    same = parallel_state.get_tensor_and_context_parallel_group()
-    return EngineGroups(groups, groups.cp, same, range(rank, rank + 1))
+    same_rows = parallel_state.get_tensor_and_context_parallel_group()
+    return EngineGroups(groups, groups.cp, range(rank, rank + 1), same_rows)
 
 
 def resharded_groups(
@@ -61,6 +61,7 @@ def resharded_groups(
         list(range(first + lane, first + block, engine)) for first in range(0, world, block) for lane in range(engine)
     ]
     peers, _ = dist.new_subgroups_by_enumeration(lanes)
-    same, _ = dist.new_subgroups_by_enumeration([list(range(first, first + block)) for first in range(0, world, block)])
+    blocks = [list(range(first, first + block)) for first in range(0, world, block)]
+    same_prompts, _ = dist.new_subgroups_by_enumeration(blocks)
     first = rank // block * block // same_rows
-    return EngineGroups(groups, peers, same, range(first, first + block // same_rows))
+    return EngineGroups(groups, peers, range(first, first + block // same_rows), same_prompts)

@@ -25,6 +25,8 @@ class Sample:
     """Components of its reward, as many for every sample."""
     trainable: bool = True
     """False: counts in its group's baseline and is left out of the loss."""
+    judged: bool = True
+    """False: no reward is known.  Left out of the loss, and of what its group's rewards are compared with."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +78,8 @@ def assign_credit(samples: Sequence[Sample], scored: Scored, options: CreditOpti
         rewards = torch.cat([rewards, -penalty[:, None]], 1)
     groups = rewards.view(-1, options.group_size, rewards.shape[1])
     correction = correct(trainer, engine, lengths, options.correction)
-    kept = torch.tensor([sample.trainable for sample in samples]) & ~correction.dropped
+    judged = torch.tensor([sample.judged for sample in samples])
+    kept = torch.tensor([sample.trainable for sample in samples]) & judged & ~correction.dropped
     sums = [
         penalty.sum(),
         correction.dropped.sum(),
@@ -87,7 +90,7 @@ def assign_credit(samples: Sequence[Sample], scored: Scored, options: CreditOpti
     total = over_data_parallel(torch.stack([x.double() for x in [*sums, torch.tensor(len(engine))]])).tolist()
     penalties, dropped, left_out, count, bounded, tokens = total
     return Credit(
-        advantages(groups, options.advantage, over_data_parallel).flatten(),
+        advantages(groups, options.advantage, over_data_parallel, judged.view(groups.shape[:2])).flatten(),
         list(correction.weights.split(lengths)),
         kept,
         {
