@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from megarl.data.sampler import shard
-from megarl.media.item import MODALITIES
+from megarl.media.item import MODALITIES, EncodedPrompt
 from megarl.observe.accuracy import Tally
 from megarl.options import evaluation_options
+from megarl.rollout.engine import Rollout, RolloutEngine
+from megarl.rollout.sampling import SamplingOptions
 from megarl.run import HeldOut, draw_key
 from megarl.training.reduce import over
 
@@ -59,7 +62,9 @@ def evaluate(run: HeldOut, alive: Callable[[], None] = lambda: None) -> Evaluati
         alive()
         prompts = [run.encoder.encode(run.test_prompts[place]) for place in mine[start : start + batch]]
         run.encoder.prefetch([run.test_prompts[place] for place in mine[start + batch :][:batch]])
-        groups = run.engine.generate(prompts, sampling, samples, keys[start : start + batch])
+        some = keys[start : start + batch]
+        groups = run.engine.generate(prompts, sampling, samples, some)
+        groups = run.conversed(groups, some, partial(_generate, run.engine, sampling), run.engine.groups.tp)
         judged = iter(run.scores([rollout for rollouts in groups for rollout in rollouts]))
         for rollouts in groups:
             encoded, scores = rollouts[0].prompt, [next(judged) for _ in rollouts]
@@ -82,3 +87,9 @@ def evaluate(run: HeldOut, alive: Callable[[], None] = lambda: None) -> Evaluati
         each(by_source, MOST_SOURCES),
         each(by_modality, len(MODALITIES)),
     )
+
+
+def _generate(
+    engine: RolloutEngine, sampling: SamplingOptions, prompts: list[EncodedPrompt], keys: list[int]
+) -> list[list[Rollout]]:
+    return engine.generate(prompts, sampling, keys=keys)

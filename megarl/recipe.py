@@ -29,7 +29,14 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from megarl.environments.extraction import EXTRACTIONS, FORMATS, malformed, without_group
-from megarl.environments.registry import GRADERS, EnvironmentSpec, EnvironmentSpecs, wrong_option
+from megarl.environments.registry import (
+    DIALOGUES,
+    GRADERS,
+    DialogueSpec,
+    EnvironmentSpec,
+    EnvironmentSpecs,
+    wrong_option,
+)
 from megarl.errors import UserError, one_line
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -194,8 +201,8 @@ class GraderSection(Section):
     options: dict[str, Any] = {}
     """Of that grader, such as `count_tolerance: 1`; of your own, what it is made with."""
     extract: str | None = None
-    """Where in a completion the answer is: `answer` (the last `<answer>` tags), `boxed` (the last `\\boxed` braces), or a
-    regular expression whose first group it is; null: all of it."""
+    """Where in a completion the answer is: `answer` (the last `<answer>` tags), `boxed` (the last `\\boxed` braces), or
+    a regular expression whose first group it is; null: all of it."""
     format: str | None = None
     """Regular expression that a well-formed completion matches in full; or `think_answer`: `<think>` tags, then
     `<answer>` tags."""
@@ -250,7 +257,28 @@ class GraderSection(Section):
         yield self.format_reward > 0 and self.format is None, "format_reward format", "the reward needs a format"
 
 
+class DialogueSection(Section):
+    name: str
+    """`zoom`, which shows parts of the picture, or your own as `package.module:Name`; see docs/environments.md."""
+    options: dict[str, Any] = {}
+    """What it is made with."""
+    max_turns: Annotated[int, Field(ge=2)] = 4
+    """Completions of a conversation, at most."""
+
+    @model_validator(mode="after")
+    def _refuse_conflicts(self) -> Self:
+        if self.name not in DIALOGUES and not _IMPORT_PATH.fullmatch(self.name):
+            known = ", ".join(DIALOGUES)
+            raise Conflict({"name": self.name}, f"should be one of {known}, or your own as package.module:Name")
+        if self.name in DIALOGUES and (wrong := wrong_option(self.name, self.options)):
+            option, why = wrong
+            raise Conflict({f"options.{option}": self.options.get(option)}, why)
+        return self
+
+
 class EnvironmentSection(GraderSection):
+    dialogue: DialogueSection | None = None
+    """Who replies to completions, so that a rollout is a conversation; null: the first completion is the answer."""
     sources: dict[str, GraderSection] = {}
     """Environments of single sources, by a row's `source`; other rows have the one above."""
     on_error: Literal["zero", "drop"] = "zero"
@@ -264,6 +292,12 @@ class EnvironmentSection(GraderSection):
     """Tokens before rollout.max_new_tokens over which a penalty rises from 0 to overlong_penalty; 0: none."""
     overlong_penalty: PositiveFloat = 1.0
     """Taken off the reward of an answer of rollout.max_new_tokens."""
+
+    @property
+    def dialogue_spec(self) -> DialogueSpec | None:
+        """Who replies to completions."""
+        talk = self.dialogue
+        return talk and DialogueSpec("environment.dialogue", talk.name, talk.options)
 
     @property
     def specs(self) -> EnvironmentSpecs:
@@ -441,8 +475,8 @@ class RolloutSection(Section):
     cuda_graphs: bool = True
     """Replay the engine's steps as CUDA graphs; ignored without a GPU."""
     max_sequence_tokens: PositiveInt | None = None
-    """Tokens of a conversation (environment.max_turns), its next completion included; without room for that it ends.
-    Null: data.max_prompt_tokens + rollout.max_new_tokens."""
+    """Tokens of a conversation (environment.dialogue), its next completion included; without room for that it ends.
+    Null, where there is none: data.max_prompt_tokens + rollout.max_new_tokens."""
     partial: PartialSection | None = None
     """Do not wait for the longest completions: what a step has not finished goes on in the next, under its weights.
     Null: every rollout is sampled to its end in its own step."""
@@ -771,6 +805,11 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         "rollout.max_sequence_tokens data.max_prompt_tokens rollout.max_new_tokens",
         "a prompt and one completion must fit",
     )
+    yield (
+        (r.environment.dialogue is None) != (r.rollout.max_sequence_tokens is None),
+        "environment.dialogue rollout.max_sequence_tokens",
+        "a conversation needs a bound, and nothing else does",
+    )
     longest = "data.max_prompt_tokens rollout.max_new_tokens"
     if r.rollout.max_sequence_tokens is not None:
         longest = "rollout.max_sequence_tokens"
@@ -796,6 +835,11 @@ def _partial_conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         r.rollout.max_new_tokens % partial.tokens_per_round > 0,
         "rollout.partial.tokens_per_round rollout.max_new_tokens",
         "a round should be a whole part of the longest completion",
+    )
+    yield (
+        r.environment.dialogue is not None,
+        "rollout.partial environment.dialogue",
+        "a conversation is sampled to its end",
     )
     for key, given, why in (
         ("resample_rounds", r.algorithm.resample_rounds > 0, "a group is judged when it is done, steps after it began"),

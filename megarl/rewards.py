@@ -10,8 +10,7 @@ from torch import Tensor
 from megarl.algorithms.advantages import constant_groups
 from megarl.algorithms.overlong import overlong_penalty
 from megarl.data.prompt import Prompt
-from megarl.environments.score import Attempt, Score
-from megarl.packing.rows import TokenSequence
+from megarl.environments.score import Attempt, Score, checked, failed, reason_of
 from megarl.parallel.agreement import gathered
 from megarl.rollout.engine import Rollout
 from megarl.training.credit import Sample
@@ -38,30 +37,41 @@ class Scorer:
     Args:
         score: of a rank, for each of some attempts in order.
         decode: `(ids) -> text`.
+        components: of each score.
     """
 
-    def __init__(self, score: Callable[[Sequence[Attempt]], list[Score]], decode: Callable[[Tensor], str]):
-        self._judge, self._decode = score, decode
+    def __init__(
+        self, score: Callable[[Sequence[Attempt]], list[Score]], decode: Callable[[Tensor], str], components: int
+    ):
+        self._judge, self._decode, self._components = score, decode, components
         self._failed, self._failures = 0, []
 
     def __call__(self, rollouts: Sequence[Rollout], same: dist.ProcessGroup) -> tuple[list[str], list[Score]]:
         """Texts and scores of the rollouts, of which the ranks of `same` have the same.  Collective over them."""
         texts = [self._decode(rollout.ids) for rollout in rollouts]
         attempts = [attempt_of(*pair) for pair in zip(rollouts, texts, strict=True)]
-        ranks = same.size()
-        if ranks == 1:
-            return texts, self._score(attempts)
+        verdicts, ranks = [rollout.verdict for rollout in rollouts], same.size()
+        mine = slice(same.rank(), None, ranks)
         scores: list[Score | None] = [None] * len(attempts)
-        for rank, part in enumerate(gathered(self._score(attempts[same.rank() :: ranks]), same)):
+        for rank, part in enumerate(gathered(self._score(attempts[mine], verdicts[mine]), same)):
             scores[rank::ranks] = part
         return texts, scores
 
-    def _score(self, attempts: Sequence[Attempt]) -> list[Score]:
-        scores = self._judge(attempts)
+    def _score(self, attempts: Sequence[Attempt], verdicts: Sequence[Score | None]) -> list[Score]:
+        """Of those that have no verdict yet, the judge's."""
+        judged = iter(self._judge([a for a, verdict in zip(attempts, verdicts, strict=True) if verdict is None]))
+        scores = [next(judged) if verdict is None else self._checked(verdict) for verdict in verdicts]
         failures = [Failure(a.row, a.source, s.error, a.text) for a, s in zip(attempts, scores, strict=True) if s.error]
         self._failed += len(failures)
         self._failures += failures[: MOST_FAILURES - len(self._failures)]
         return scores
+
+    def _checked(self, verdict: Score) -> Score:
+        """A conversation's, which comes from the user's code."""
+        try:
+            return checked(verdict, self._components)
+        except ValueError as error:
+            return failed(self._components, reason_of(error))
 
     def take_failures(self) -> tuple[int, list[Failure]]:
         """How many completions this rank could not judge since the last call, and the first `MOST_FAILURES` of them.
@@ -121,7 +131,14 @@ class Batch:
         """Means over all ranks; of rewards, over those that are known.  Collective."""
         per_rollout = torch.tensor(
             [
-                [s.correct, s.well_formed, s.error is not None, r.finished, r.ids.numel()]
+                [
+                    s.correct,
+                    s.well_formed,
+                    s.error is not None,
+                    r.finished,
+                    r.sampled_log_probs.numel(),
+                    1 + len(r.turns),
+                ]
                 for s, r in zip(self.scores, self.rollouts, strict=True)
             ]
         ).double()
@@ -129,17 +146,20 @@ class Batch:
         rewards = self.rewards[judged].double().sum()
         counts = torch.tensor([rewards, judged.sum(), len(self.rollouts), self.groups, int(constant.sum())])
         total = over_data_parallel(torch.cat([per_rollout.sum(0), counts.double()]))
-        correct, well_formed, failed, finished, tokens, reward, known, n, groups, constant_count = total.tolist()
+        correct, well_formed, failures, finished, tokens, turns, reward, known, n, groups, constants = (
+            total.tolist()
+        )
         known = max(known, 1)
         return {
             "reward/mean": reward / known,
             "reward/accuracy": correct / known,
             "reward/well_formed": well_formed / known,
-            "reward/failed": failed / n,
-            "reward/constant_groups": constant_count / groups,
+            "reward/failed": failures / n,
+            "reward/constant_groups": constants / groups,
             "rollout/finished": finished / n,
             "rollout/mean_length": tokens / n,
             "rollout/tokens": tokens,
+            "rollout/turns": turns / n,
         }
 
 
@@ -177,8 +197,8 @@ class Judge:
             added = [(penalty,) for penalty in penalties.tolist()]
         samples = [
             Sample(
-                TokenSequence(r.prompt, r.ids, r.routing_indices),
-                r.log_probs,
+                r.sequence,
+                r.sampled_log_probs,
                 (*score.components, *more),
                 trainable=r.finished or not o.filter_overlong,
                 judged=score.error is None or not o.drop_failed,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megarl.conversation import Conversations, Generate, Limits
 from megarl.data.answers import AnswerPool, best_constants
 from megarl.data.checked import Ranks
 from megarl.data.download import Downloads
@@ -22,9 +23,10 @@ from megarl.data.ledger import Ledger
 from megarl.data.media_values import MediaReader
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.sampler import PromptSampler, shard
+from megarl.environments.dialogue import Dialogue
 from megarl.environments.in_process import InProcess
 from megarl.environments.registry import EnvironmentSpecs, refusal_of_answer
-from megarl.environments.score import Score
+from megarl.environments.score import Score, failed
 from megarl.environments.workers import Workers
 from megarl.errors import MediaError, PromptError, UserError
 from megarl.media.encoder import Encoder, fingerprint
@@ -41,7 +43,7 @@ from megarl.options import (
 )
 from megarl.packing.cost import CostModel
 from megarl.packing.rows import TokenSequence
-from megarl.parallel.agreement import gathered
+from megarl.parallel.agreement import from_first, gathered
 from megarl.parallel.engines import EngineGroups, resharded_groups, shared_groups
 from megarl.recipe import Recipe
 from megarl.rewards import Batch, Judge, Scorer
@@ -85,11 +87,37 @@ class HeldOut:
     engine: RolloutEngine
     encoder: Encoder
     judges: InProcess | Workers
+    dialogue: Dialogue | None
+    """Who replies to completions, where a rollout is a conversation."""
     test_prompts: PromptSet
     stop_ids: tuple[int, ...]
 
     def __post_init__(self):
-        self.scorer = Scorer(self.judges.score, self.text)
+        self.scorer = Scorer(self.judges.score, self.text, self.judges.components)
+
+    def conversed(
+        self, groups: list[list[Rollout]], keys: Sequence[int], generate: Generate, same: dist.ProcessGroup
+    ) -> list[list[Rollout]] | None:
+        """The groups with each conversation at its end, where the recipe has any; see `Conversations`.
+
+        Args:
+            groups: of first completions.
+            same: the ranks that have the same groups.
+        """
+        if self.dialogue is None:
+            return groups
+        r, e = self.recipe.rollout, self.recipe.environment
+        limits = Limits(e.dialogue.max_turns, r.max_sequence_tokens, r.max_new_tokens, e.timeout_seconds)
+        components = self.judges.components
+        return Conversations(
+            self.dialogue,
+            limits,
+            self.text,
+            self.encoder.extend,
+            generate,
+            lambda reason: failed(components, reason),
+            lambda make: from_first(make, same),
+        )(groups, keys)
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """Of what this rank's engine has sampled alone.  Collective over the ranks of the engine."""
@@ -282,6 +310,7 @@ def build_run(recipe: Recipe, folder: Path, ranks: Ranks, alive: Callable[[], No
         engine=parts.engine,
         encoder=reader.encoder,
         judges=build_judges(recipe, alive),
+        dialogue=build_dialogue(recipe),
         test_prompts=test_prompts,
         stop_ids=reader.stop_ids,
         folder=folder,
@@ -325,6 +354,7 @@ def build_held_out(
         engine=engine,
         encoder=reader.encoder,
         judges=build_judges(recipe, alive),
+        dialogue=build_dialogue(recipe),
         test_prompts=prompts,
         stop_ids=reader.stop_ids,
     )
@@ -362,6 +392,16 @@ def build_judges(recipe: Recipe, alive: Callable[[], None] = lambda: None) -> In
     if specs.bounded:
         return InProcess(specs.build())
     return Workers(specs, environment.workers, environment.timeout_seconds, alive)
+
+
+def build_dialogue(recipe: Recipe) -> Dialogue | None:
+    """Who replies to completions.
+
+    Raises:
+        UserError: the user's own cannot be made.
+    """
+    spec = recipe.environment.dialogue_spec
+    return spec and spec.build()
 
 
 def build_parts(recipe: Recipe, checkpoint: Path) -> Parts:

@@ -195,8 +195,14 @@ class Session:
         return None if groups is None else run.offered(step, groups)
 
     def _generate(self, prompts: list[EncodedPrompt], keys: list[int]) -> list[list[Rollout]] | None:
-        size = self._recipe.algorithm.group_size
-        return generate_spread(self.run.engine, prompts, self._sampling, size, keys, self._interrupted)
+        """Rollouts of these prompts, all turns; None on all ranks where one was interrupted."""
+        run = self.run
+
+        def generate(prompts: list[EncodedPrompt], keys: list[int], size: int = 1) -> list[list[Rollout]] | None:
+            return generate_spread(run.engine, prompts, self._sampling, size, keys, self._interrupted)
+
+        groups = generate(prompts, keys, self._recipe.algorithm.group_size)
+        return None if groups is None else run.conversed(groups, keys, generate, run.parts.same_prompts)
 
     def _interrupted(self) -> bool:
         """Asked in mid-rollout: whether this rank shall stop.  A sign of life, too."""
@@ -367,14 +373,15 @@ class Session:
                 prompt_index=rollout.prompt.prompt.index,
                 source=rollout.prompt.prompt.source,
                 prompt=tokenizer.decode(rollout.prompt.ids.tolist()),
+                turns=1 + len(rollout.turns),
                 media=tuple(source.name for source in rollout.prompt.prompt.media),
                 answer=rollout.prompt.prompt.answer,
                 completion=text,
                 reward=reward,
                 advantage=advantage,
                 finished="stop" if rollout.finished else "length",
-                ids=rollout.ids.tolist(),
-                engine_logprobs=rollout.log_probs.tolist(),
+                ids=rollout.sequence.targets.tolist(),
+                engine_logprobs=rollout.sampled_log_probs.tolist(),
                 trainer_logprobs=trainer.tolist(),
             )
             for rollout, text, reward, advantage, trainer in list(

@@ -72,7 +72,7 @@ def fork(
     *arguments,
     main: Callable[[list[str]], int] = _train,
     processes: int = 1,
-    timeout: float = 120,
+    timeout: float = 300,
 ) -> Result:
     """`python -m megarl.train ARGUMENTS`, or the command whose module-level function `main` gives the exit code, in
     processes that have imported Megatron already: what they print while they import is not seen, and they start at

@@ -1,12 +1,14 @@
 """Conversations of the engine with an environment: what is sampled when, what is trained on, under any layout."""
 
+import asyncio
+import time
 from dataclasses import dataclass
 
 import pytest
 import torch
 from PIL import Image
 
-from megarl.environments.dialogue import Reply, Step
+from megarl.environments.dialogue import Media, Reply, Step
 from megarl.environments.score import Score
 from megarl.media.encoder import Encoder
 from megarl.models.families import FAMILIES
@@ -62,10 +64,11 @@ def _talk(checkpoint, prompts, max_tokens, dialogue, layout):
 
     talk = conversation.Conversations(
         dialogue,
-        conversation.Limits(TURNS, max_tokens, NEW),
+        conversation.Limits(TURNS, max_tokens, NEW, 1.0),
         lambda ids: processor.tokenizer.decode(ids[:-1].tolist()),
         encoder.extend,
         generate,
+        lambda reason: Score((0.0,), False, False, reason),
         lambda make: agreement.from_first(make, share),
     )
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -89,7 +92,7 @@ def _talk(checkpoint, prompts, max_tokens, dialogue, layout):
             "trainer": score,
             "targets": one.sequence.targets,
             "finished": one.finished,
-            "verdict": one.verdict and one.verdict.components,
+            "verdict": one.verdict and (one.verdict.error or one.verdict.components),
             "same": torch.equal(other.prompt.ids, one.prompt.ids)
             and torch.equal(other.prompt.positions, one.prompt.positions)
             and [i.digest for i in other.prompt.items] == [i.digest for i in one.prompt.items],
@@ -163,13 +166,46 @@ class NoReply(Talk):
         return Step(state, Reply((3,)))
 
 
+class NoPicture(Talk):
+    def step(self, state, completion, finished):
+        return Step(state, Reply((Media("image", b"GIF?"),)))
+
+
+class Slow(Talk):
+    async def step(self, state, completion, finished):
+        await asyncio.sleep(30)
+
+
+class Hangs(Talk):
+    def step(self, state, completion, finished):
+        time.sleep(30)
+
+
+class Raises(Talk):
+    def step(self, state, completion, finished):
+        raise KeyError("of mine")
+
+
+class NeverBegins(Talk):
+    def reset(self, prompt, seed):
+        raise SystemExit("not today")
+
+
 @pytest.mark.parametrize(
     "dialogue, complaint",
     [
-        (NoStep(), "row 4: the environment's step gave str, not a Step"),
-        (NoReply(), "row 4, reply to turn 1, part 0: of type int, not a text, a Pillow image or Media"),
+        (NoStep(), "TypeError: step gave str, not a Step"),
+        (NoReply(), "TypeError: row 4, reply to turn 1, part 0: of type int, not a text, a Pillow image or Media"),
+        (NoPicture(), "MediaError: row 4, reply to turn 1, part 0: not a picture in any of the formats"),
+        (Slow(), "TimeoutError: took more than 1 s"),
+        (Hangs(), "TimeoutError: took more than 1 s"),
+        (Raises(), "KeyError: 'of mine'"),
+        (NeverBegins(), "RuntimeError: SystemExit: not today"),
     ],
+    ids=lambda value: type(value).__name__,
 )
-def test_what_is_no_reply(ranks, checkpoint, prompts, dialogue, complaint):
-    with pytest.raises(Exception, match=complaint):
-        ranks.run(_talk, checkpoint, [prompts["repeat"]], 512, dialogue, TP1, **TP1.job)
+def test_a_dialogue_that_fails(ranks, checkpoint, prompts, dialogue, complaint):
+    """Its conversation ends, and the verdict says why; the job goes on."""
+    ((found, _),) = ranks.run(_talk, checkpoint, [prompts["repeat"]], 512, dialogue, TP1, **TP1.job)
+    for one in found[0]:
+        assert one["turns"] == [] and one["verdict"].startswith(complaint)

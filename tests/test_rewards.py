@@ -20,7 +20,7 @@ parallel_state = lazy("megatron.core.parallel_state")
 
 
 def _judged(groups, score, decode, options):
-    scorer = rewards.Scorer(score, decode)
+    scorer = rewards.Scorer(score, decode, 2)
     judge = rewards.Judge(scorer, rewards.RewardOptions(4, **options))
     return judge(groups, parallel_state.get_tensor_and_context_parallel_group()), scorer
 
@@ -57,6 +57,7 @@ def test_components_and_metrics(prompts):
             "rollout/finished": 0.75,
             "rollout/mean_length": 2.5,
             "rollout/tokens": 10,
+            "rollout/turns": 1,
         }
     )
 

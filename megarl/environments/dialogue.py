@@ -39,7 +39,8 @@ class Step:
     reply: Reply | None = None
     """None: the conversation is over."""
     score: Score | None = None
-    """Of one that is over; None: `Environment.score` judges its last completion."""
+    """Of one that is over, with as many components as the environment has; None: the environment judges its last
+    completion."""
 
 
 class Dialogue(Protocol):

@@ -9,7 +9,7 @@ class InProcess:
     """For environments of bounded time that wait for nothing."""
 
     def __init__(self, environment: Environment):
-        self._environment = environment
+        self._environment, self.components = environment, environment.components
 
     def score(self, attempts: Sequence[Attempt]) -> list[Score]:
         """A score for each, in order."""

@@ -2,16 +2,12 @@
 
 import importlib
 import inspect
-import math
 from collections.abc import Awaitable, Iterable, Mapping
-from numbers import Real
 from typing import Any
 
-from megarl.environments.score import Attempt, Score, reason_of
+from megarl.environments.score import Attempt, Score, checked, finite, reason_of, shown
 from megarl.errors import UserError
 
-LARGEST = 3.4028234663852886e38
-"""Of float32, which rewards become."""
 AT_A_TIME = 64
 """Completions that an `async def score` is given at a time, in each process."""
 
@@ -40,27 +36,10 @@ class Own:
             ValueError: it is none of what `score` may give.
         """
         if isinstance(given, Score):
-            if given.error is not None:
-                return Score((0.0,) * self.components, False, False, str(given.error))
-            return Score(self._numbers(given.components), bool(given.correct), bool(given.well_formed))
+            return checked(given, self.components)
         several = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
-        numbers = self._numbers(tuple(given) if several else (given,))
+        numbers = finite(tuple(given) if several else (given,), self.components)
         return Score(numbers, numbers[0] >= 1, attempt.finished)
-
-    def _numbers(self, given: tuple[Any, ...]) -> tuple[float, ...]:
-        for value in given:
-            if not isinstance(value, Real):
-                raise ValueError(f"score gave {_shown(value)}: should be a number")
-            if not math.isfinite(value) or abs(value) > LARGEST:
-                raise ValueError(f"score gave {float(value)!r}: should be finite in float32")
-        if len(given) != self.components:
-            raise ValueError(f"score gave {len(given)} components: should be {self.components}")
-        return tuple(map(float, given))
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 def load_own(path: str, options: Mapping[str, Any], key: str) -> Own:
@@ -72,6 +51,20 @@ def load_own(path: str, options: Mapping[str, Any], key: str) -> Own:
 
     Raises:
         UserError: there is nothing to import, or it cannot be made or called.
+    """
+    made = make_own(path, options, key, {"score": 1})
+    components = getattr(made, "components", 1)
+    if type(components) is not int or components < 1:
+        where = f"{key}.name = {path!r}"
+        raise UserError(f"{where}: its components = {shown(components)}: should be a whole number from 1")
+    return Own(made, components)
+
+
+def make_own(path: str, options: Mapping[str, Any], key: str, methods: Mapping[str, int]) -> Any:
+    """What the user's class or function makes, which has these methods, each with so many arguments.
+
+    Raises:
+        UserError: as `load_own`.
     """
     module_name, _, name = path.partition(":")
     where = f"{key}.name = {path!r}"
@@ -96,17 +89,19 @@ def load_own(path: str, options: Mapping[str, Any], key: str) -> Own:
         made = factory(**options)
     except (Exception, SystemExit) as error:
         raise UserError(f"{where} cannot be made: {reason_of(error)}") from error
-    score = getattr(made, "score", None)
-    if not callable(score):
-        raise UserError(f"{where}: what it makes has no method score: {type(made).__name__}")
-    try:
-        inspect.signature(score).bind(None)
-    except TypeError:
-        raise UserError(f"{where}: should have score(self, attempt), has score{_signature(score)}") from None
-    components = getattr(made, "components", 1)
-    if type(components) is not int or components < 1:
-        raise UserError(f"{where}: its components = {_shown(components)}: should be a whole number from 1")
-    return Own(made, components)
+    for method, count in methods.items():
+        found = getattr(made, method, None)
+        if not callable(found):
+            raise UserError(f"{where}: what it makes has no method {method}: {type(made).__name__}")
+        try:
+            inspect.signature(found).bind(*[None] * count)
+        except TypeError:
+            wanted = ", ".join(["self", *_ARGUMENTS[method]])
+            raise UserError(f"{where}: should have {method}({wanted}), has {method}{_signature(found)}") from None
+    return made
+
+
+_ARGUMENTS = {"score": ["attempt"], "reset": ["prompt", "seed"], "step": ["state", "completion", "finished"]}
 
 
 def _signature(function: Any) -> str:

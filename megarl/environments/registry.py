@@ -5,14 +5,16 @@ from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
 from megarl.environments.boxes import BoxIoU, PointInBox
+from megarl.environments.dialogue import Dialogue
 from megarl.environments.environment import BySource, Graded, Weighed
 from megarl.environments.exact_match import ExactMatch
 from megarl.environments.extraction import Extraction, Format
 from megarl.environments.math_answer import MathAnswer
 from megarl.environments.multiple_choice import MultipleChoice
 from megarl.environments.numeric import Numeric
-from megarl.environments.own import load_own
+from megarl.environments.own import load_own, make_own
 from megarl.environments.visual_answer import VisualAnswer
+from megarl.environments.zoom import Zoom
 
 GRADERS: dict[str, type] = {
     "exact_match": ExactMatch,
@@ -23,6 +25,7 @@ GRADERS: dict[str, type] = {
     "box_iou": BoxIoU,
     "point_in_box": PointInBox,
 }
+DIALOGUES: dict[str, type] = {"zoom": Zoom}
 _UNBOUNDED = {"math"}
 """Graders whose time nothing bounds."""
 
@@ -82,15 +85,36 @@ class EnvironmentSpecs:
         return BySource(self.default and self.default.build(), sources)
 
 
+@dataclass(frozen=True)
+class DialogueSpec:
+    """Who replies to completions."""
+
+    key: str
+    """Of the recipe, for messages."""
+    name: str
+    """One of `DIALOGUES`, or `package.module:Name`."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self) -> Dialogue:
+        """
+        Raises:
+            UserError: a user's own cannot be made.
+        """
+        if self.name in DIALOGUES:
+            return DIALOGUES[self.name](**self.options)
+        return make_own(self.name, self.options, self.key, {"reset": 2, "step": 3})
+
+
 def wrong_option(name: str, options: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first of a grader's options that it does not take, or not with this value, and what it would accept."""
+    """The first option that a grader or dialogue does not take, or not with this value, and what it would accept."""
     from pydantic import ConfigDict, ValidationError, create_model  # for the recipe, not for each process that judges
 
-    known = {option.name: option.default for option in fields(GRADERS[name])}
+    kind = {**GRADERS, **DIALOGUES}[name]
+    known = {option.name: option.default for option in fields(kind)}
     for option in options:
         if option not in known:
             return option, f"{name} has {', '.join(known)}" if known else f"{name} has no options"
-    kinds = get_type_hints(GRADERS[name], include_extras=True)
+    kinds = get_type_hints(kind, include_extras=True)
     strict = ConfigDict(strict=True, allow_inf_nan=False)
     accepted = create_model(name, __config__=strict, **{key: (kinds[key], default) for key, default in known.items()})
     try:

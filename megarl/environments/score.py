@@ -1,8 +1,13 @@
 """What every environment is given, and what it gives."""
 
-from collections.abc import Awaitable
-from dataclasses import dataclass
-from typing import Protocol
+import math
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any, Protocol
+
+LARGEST = 3.4028234663852886e38
+"""Of float32, which rewards become."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,40 @@ class Environment(Protocol):
     def score(self, attempt: Attempt) -> Score | Awaitable[Score]:
         """May raise anything: such a completion is not judged (`failed`)."""
         ...
+
+
+def checked(given: Score, components: int) -> Score:
+    """A score that a user's code has made.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    if given.error is not None:
+        return failed(components, str(given.error))
+    numbers = finite(given.components, components)
+    return replace(given, components=numbers, correct=bool(given.correct), well_formed=bool(given.well_formed))
+
+
+def finite(given: Sequence[Any], components: int) -> tuple[float, ...]:
+    """So many numbers.
+
+    Raises:
+        ValueError: they are not.
+    """
+    for value in given:
+        if not isinstance(value, Real):
+            raise ValueError(f"score gave {shown(value)}: should be a number")
+        if not math.isfinite(value) or abs(value) > LARGEST:
+            raise ValueError(f"score gave {float(value)!r}: should be finite in float32")
+    if len(given) != components:
+        raise ValueError(f"score gave {len(given)} components: should be {components}")
+    return tuple(map(float, given))
+
+
+def shown(value: Any) -> str:
+    """Type and value, in a bounded length."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 def failed(components: int, reason: str) -> Score:

@@ -3,13 +3,12 @@
 import json
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from PIL import Image
 
 from megarl.data.prompt import Prompt
 from megarl.environments.dialogue import Reply, Step
-from megarl.environments.score import Environment, Score
-from megarl.media.image import load_image
 
 TOOL = "image_zoom_in_tool"
 """The name that Qwen's models know it by; the prompts of the data set have to offer it."""
@@ -25,15 +24,12 @@ class Zoom:
     """Answers `<tool_call>{"name": "image_zoom_in_tool", "arguments": {"bbox_2d": [x1, y1, x2, y2]}}</tool_call>` with
     that part of the prompt's picture, enlarged to the picture's own area; `img_idx`, from 0, names one of several.
 
-    A call that cannot be followed is answered with the reason.  A completion without a call is the answer, which
-    `grader` judges.  Zheng et al. 2025, DeepEyes (arXiv 2505.14362) trains this way.
+    A call that cannot be followed is answered with the reason.  A completion without a call is the answer.  Zheng et
+    al. 2025, DeepEyes (arXiv 2505.14362) trains this way.
     """
 
-    grader: Environment
-    role: str = "user"
-
-    def score(self, completion: str, finished: bool, answer: str) -> Score:
-        return self.grader.score(completion, finished, answer)
+    role: Literal["user", "tool"] = "user"
+    """Of the messages with a part; the chat template decides what becomes of it."""
 
     def reset(self, prompt: Prompt, seed: int) -> Prompt:
         return prompt
@@ -63,6 +59,8 @@ def _part(prompt: Prompt, text: str) -> Image.Image:
         raise ValueError(f"img_idx should be in 0 .. {len(pictures) - 1}")
     if not (isinstance(box, list) and len(box) == 4 and all(type(x) in (int, float) and 0 <= x <= _SCALE for x in box)):
         raise ValueError(f"bbox_2d should be four numbers in 0 .. {_SCALE}")
+    from megarl.media.image import load_image  # not for each process that judges
+
     picture = load_image(pictures[index])
     width, height = picture.size
     left, upper = int(box[0] * width / _SCALE), int(box[1] * height / _SCALE)

@@ -20,23 +20,26 @@ class RolloutRow:
     source: str
     """`Prompt.source`."""
     prompt: str
-    """Text of the prompt as the chat template rendered it, media as placeholders."""
+    """Text of the prompt as the chat template rendered it, media as placeholders; of a conversation, all before its
+    last completion."""
     media: Sequence[str]
     """Names of the media items, in prompt order."""
     answer: str
     """Ground truth."""
     completion: str
-    """Text of `ids`."""
+    """Text that was sampled; of a conversation, last."""
     reward: float
     advantage: float
     finished: str
     """Why sampling ended, such as `stop` or `length`."""
     ids: Sequence[int]
-    """The sampled tokens, `[n]`."""
+    """The sampled tokens, `[n]`, of all turns."""
     engine_logprobs: Sequence[float]
     """`[n]`, nats: what the engine sampled with."""
     trainer_logprobs: Sequence[float] | None
     """`[n]`, nats: what the trainer computed for the same weights and tokens; None where it did not score."""
+    turns: int = 1
+    """Completions of a conversation."""
 
     def __post_init__(self):
         lengths = {"ids": len(self.ids), "engine_logprobs": len(self.engine_logprobs)}
