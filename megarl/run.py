@@ -46,7 +46,7 @@ from megarl.rewards import Judge
 from megarl.rollout.engine import Rollout, RolloutEngine
 from megarl.rollout.exchange import balance
 from megarl.rollout.sync import ReshardedWeights, SharedWeights, WeightSync
-from megarl.startup import load_processor, prepare_checkpoint, processor_identity, stop_tokens
+from megarl.startup import check_tokens, load_processor, prepare_checkpoint, processor_identity, stop_tokens
 from megarl.training.checkpoint_folder import latest
 from megarl.training.trainer import Trainer
 
@@ -216,6 +216,7 @@ def build_run(recipe: Recipe, folder: Path, ranks: Ranks) -> Run:
     config = hf_config(str(initial), None)
     family = FAMILIES[config.model_type]
     processor = load_processor(processor_folder, family)
+    check_tokens(config, processor)
     stop_ids = stop_tokens(processor.tokenizer, recipe.rollout.stop)
     encoder = Encoder(processor, family.load("positions")(config), recipe.data.max_prompt_tokens, media_options(recipe))
     identity = processor_identity(processor_folder)
