@@ -52,6 +52,7 @@ from megarl.rollout.exchange import balance
 from megarl.rollout.sync import ReshardedWeights, SharedWeights, WeightSync
 from megarl.startup import (
     architecture,
+    check_tokens,
     load_processor,
     prepare_checkpoint,
     processor_identity,
@@ -303,14 +304,15 @@ def build_run(recipe: Recipe, folder: Path, ranks: Ranks, alive: Callable[[], No
     if recipe.warmup:
         _refuse_long_answers(recipe, reader.processor.tokenizer, train_prompts)
     test_prompts = _load_prompts(recipe, folder, "test", reader, ranks)[: recipe.evaluation.max_prompts]
+    judges, dialogue = build_judges(recipe, alive), build_dialogue(recipe)
     parts = build_parts(recipe, initial)
     return Run(
         recipe=recipe,
         processor=reader.processor,
         engine=parts.engine,
         encoder=reader.encoder,
-        judges=build_judges(recipe, alive),
-        dialogue=build_dialogue(recipe),
+        judges=judges,
+        dialogue=dialogue,
         test_prompts=test_prompts,
         stop_ids=reader.stop_ids,
         folder=folder,
@@ -341,6 +343,7 @@ def build_held_out(
     initial = prepare_checkpoint(recipe, initial)
     reader = _reader(recipe, initial)
     prompts = _load_prompts(recipe, folder, "test", reader, ranks, record=False)[: recipe.evaluation.max_prompts]
+    judges, dialogue = build_judges(recipe, alive), build_dialogue(recipe)
     policy = load_policy(initial, model_options(recipe))
     if saved is not None:
         now = architecture(policy.bridge.hf_pretrained.config)
@@ -353,8 +356,8 @@ def build_held_out(
         processor=reader.processor,
         engine=engine,
         encoder=reader.encoder,
-        judges=build_judges(recipe, alive),
-        dialogue=build_dialogue(recipe),
+        judges=judges,
+        dialogue=dialogue,
         test_prompts=prompts,
         stop_ids=reader.stop_ids,
     )
@@ -376,6 +379,7 @@ def _reader(recipe: Recipe, initial: Path) -> _Reader:
     config = hf_config(str(initial), None)
     family = FAMILIES[config.model_type]
     processor = load_processor(folder, family)
+    check_tokens(config, processor)
     stop_ids = stop_tokens(processor.tokenizer, recipe.rollout.stop)
     encoder = Encoder(processor, family.load("positions")(config), recipe.data.max_prompt_tokens, media_options(recipe))
     return _Reader(processor, processor_identity(folder), encoder, stop_ids)

@@ -11,11 +11,13 @@ import torch.distributed as dist
 
 from megarl.data.generators.registry import generate
 from megarl.errors import UserError, one_line
+from megarl.media.expand import media_tokens
 from megarl.models.families import FAMILIES, Family
 from megarl.models.hf_config import hf_config
 from megarl.models.random_checkpoint import write_random_checkpoint
 from megarl.models.text.processor import TextProcessor
 from megarl.models.tiny_processor import build_tiny_processor, build_tiny_tokenizer
+from megarl.models.weight_files import check_weights
 from megarl.recipe import Recipe, TinyProcessor, load_recipe, save_recipe
 
 _RECIPE = "recipe.yaml"
@@ -135,10 +137,13 @@ def prepare_checkpoint(recipe: Recipe, folder: Path) -> Path:
     """The Hugging Face folder that the run starts from; writes it for random weights.  Rank 0 writes.
 
     Raises:
-        UserError: config and tokenizer do not fit together.
+        UserError: the weights of a folder that is given, or of the reference policy's, do not fit its config.
     """
     model = recipe.model
+    if recipe.algorithm.reference is not None:
+        check_weights(Path(recipe.algorithm.reference))
     if model.path is not None:
+        check_weights(Path(model.path))
         return Path(model.path)
     initial = folder / "initial"
     if dist.get_rank() == 0 and not initial.exists():
@@ -180,6 +185,28 @@ def load_processor(folder: Path, family: Family) -> Any:
         return AutoProcessor.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"model.processor: cannot load '{folder}': {one_line(error)}") from None
+
+
+def check_tokens(config: Any, processor: Any) -> None:
+    """Refuses a tokenizer that the model was not built for.
+
+    Raises:
+        UserError: an id that the model has no embedding for, or a media token whose id is another one in the config.
+    """
+    tokenizer, rows = processor.tokenizer, config.get_text_config().vocab_size
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= rows:
+        raise UserError(
+            f"the tokenizer gives {tokenizer.convert_ids_to_tokens(largest)!r} the id {largest}: the model's "
+            f"embedding has {rows} rows (vocab_size in config.json)"
+        )
+    for kind, token in media_tokens(processor).items():
+        expected = getattr(config, f"{kind}_token_id")
+        if token != expected:
+            raise UserError(
+                f"the tokenizer gives {getattr(processor, f'{kind}_token')!r} the id {token}: config.json has "
+                f"{kind}_token_id = {expected}"
+            )
 
 
 def processor_identity(folder: Path) -> str:

@@ -20,6 +20,7 @@ from megarl.errors import UserError, one_line
 from megarl.models.families import Family
 from megarl.models.hf_config import family_of
 from megarl.models.router_replay import install
+from megarl.models.weight_files import check_weights
 from megarl.observe.files import sync_file, sync_folder
 from megarl.platform.kernels import kernels
 
@@ -63,9 +64,10 @@ def load_policy(folder: Path, options: ModelOptions) -> Policy:
     """Builds this rank's shard of the model and fills it from a checkpoint folder.
 
     Raises:
-        UserError: no checkpoint there, or a family that megarl does not know.
+        UserError: no checkpoint there, a family that megarl does not know, or what `check_weights` refuses.
     """
     family = family_of(folder)
+    check_weights(folder)
     bridge = AutoBridge.from_hf_pretrained(folder)
     model = _model(family, bridge, options)
     bridge.load_hf_weights([model.bridged])
@@ -95,7 +97,9 @@ def _model(family: Family, bridge: AutoBridge, options: ModelOptions, groups: Pr
 
 
 def fill(policy: Policy, folder: Path) -> None:
-    """Writes the weights of another checkpoint, of the same sizes, into the policy's module, in place.  Collective."""
+    """Writes the weights of another checkpoint, of the same sizes, into the policy's module, in place.  Collective;
+    refuses what `check_weights` does."""
+    check_weights(folder)
     policy.bridge.load_hf_weights([policy.model.bridged], folder)
 
 

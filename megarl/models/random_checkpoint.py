@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
 from megarl.data.folder import whole_folder
-from megarl.models.families import FAMILIES
+from megarl.models.weight_files import parameter_shapes
 
 _RESIDUAL_OUTPUTS = (
     "self_attn.o_proj.weight",
@@ -36,22 +36,18 @@ def write_random_checkpoint(folder: Path, config: PretrainedConfig, processor, s
         return
     text, vision = config.get_text_config(), getattr(config, "vision_config", None)
     std = text.initializer_range if std is None else std
-    with torch.device("meta"):
-        shapes = dict(FAMILIES[config.model_type].hf_class._from_config(config).named_parameters())
     weights = {}
-    family = FAMILIES[config.model_type]
-    for parameter, shape in shapes.items():
-        name = family.name_in_checkpoint(parameter)
-        if shape.ndim == 1:
+    for name, shape in parameter_shapes(config).items():
+        if len(shape) == 1:
             fill = torch.zeros if name.endswith("bias") else torch.ones
-            weights[name] = fill(shape.shape)
+            weights[name] = fill(shape)
             continue
         scale = std
         if scale_output and name.endswith(_RESIDUAL_OUTPUTS):
             scale /= math.sqrt(2 * (vision.depth if "visual." in name else text.num_hidden_layers))
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        weights[name] = torch.randn(shape.shape, generator=generator) * scale
+        weights[name] = torch.randn(shape, generator=generator) * scale
     with whole_folder(folder) as partial:
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
         config.save_pretrained(partial)
