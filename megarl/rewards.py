@@ -146,9 +146,7 @@ class Batch:
         rewards = self.rewards[judged].double().sum()
         counts = torch.tensor([rewards, judged.sum(), len(self.rollouts), self.groups, int(constant.sum())])
         total = over_data_parallel(torch.cat([per_rollout.sum(0), counts.double()]))
-        correct, well_formed, failures, finished, tokens, turns, reward, known, n, groups, constants = (
-            total.tolist()
-        )
+        correct, well_formed, failures, finished, tokens, turns, reward, known, n, groups, constants = total.tolist()
         known = max(known, 1)
         return {
             "reward/mean": reward / known,

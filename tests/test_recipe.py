@@ -514,6 +514,37 @@ TINY = "model.tiny_processor"
         ),
         (
             MINIMAL,
+            ["environment.dialogue={name: talk}"],
+            "environment.dialogue.name = 'talk': should be one of zoom, or your own as package.module:Name",
+        ),
+        (
+            MINIMAL,
+            ["environment.dialogue={name: zoom, options: {role: system}}"],
+            "environment.dialogue.options.role = 'system': should be 'user' or 'tool'",
+        ),
+        (
+            MINIMAL,
+            ["environment.dialogue={name: zoom}"],
+            "environment.dialogue = DialogueSection(name='zoom', options={}, max_turns=4), "
+            "rollout.max_sequence_tokens = None: a conversation needs a bound",
+        ),
+        (
+            MINIMAL,
+            ["rollout.max_sequence_tokens=64"],
+            "rollout.max_sequence_tokens = 64, data.max_prompt_tokens = 1024, rollout.max_new_tokens = 8: a prompt and",
+        ),
+        (
+            MINIMAL,
+            ["rollout.partial={extra_prompts: 4, tokens_per_round: 3}"],
+            "rollout.partial.tokens_per_round = 3, rollout.max_new_tokens = 8: a round should be a whole part",
+        ),
+        (
+            MINIMAL,
+            ["rollout.partial={extra_prompts: 4, tokens_per_round: 2}", "algorithm.resample_rounds=1"],
+            "rollout.partial.extra_prompts = 4, algorithm.resample_rounds = 1: a group is judged when it is done",
+        ),
+        (
+            MINIMAL,
             ["data.generator_options.train=8"],
             "data.generator_options = {'train': 8}, data.generator = None: options need a generator",
         ),
