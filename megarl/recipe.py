@@ -194,8 +194,8 @@ class GraderSection(Section):
     options: dict[str, Any] = {}
     """Of that grader, such as `count_tolerance: 1`; of your own, what it is made with."""
     extract: str | None = None
-    """Where in a completion the answer is: `answer` (the last `<answer>` tags), `boxed` (the last `\\boxed` braces), or a
-    regular expression whose first group it is; null: all of it."""
+    """Where in a completion the answer is: `answer` (the last `<answer>` tags), `boxed` (the last `\\boxed` braces), or
+    a regular expression whose first group it is; null: all of it."""
     format: str | None = None
     """Regular expression that a well-formed completion matches in full; or `think_answer`: `<think>` tags, then
     `<answer>` tags."""
