@@ -197,3 +197,52 @@ def test_batch_statistics_are_of_all_ranks(name, rewards):
     found = advantages(rewards, options, lambda values: values.double() * 2)
     torch.testing.assert_close(found, twice, atol=1e-5, rtol=1e-5)
     assert pstdev(twice.flatten().tolist()) < 1.01
+
+
+# Rollouts of which no reward is known
+
+
+def _options(name: str) -> AdvantageOptions:
+    return AdvantageOptions(name, 2 if name == "max_at_k" else None)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_group_is_those_that_were_judged(name):
+    """As if the others had not been sampled, whatever their reward would be."""
+    rewards = torch.tensor(
+        [[[0.0, 0.1], [9.0, 9.0], [1.0, 0.0], [3.0, 0.2]], [[1.0, 0.0], [0.5, 0.1], [-9.0, 9.0], [2.0, 0.0]]]
+    )
+    judged = torch.tensor([[True, False, True, True], [True, True, False, True]])
+    found = advantages(rewards, _options(name), judged=judged)
+    assert torch.equal(found[judged].view(2, 3), advantages(rewards[judged].view(2, 3, 2), _options(name)))
+    assert found[~judged].tolist() == [0, 0]
+    assert found.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", ["group_std", "group_mean", "leave_one_out", "max_at_k"])
+def test_groups_of_several_sizes(name):
+    """Each is its own baseline; one that is left alone, and one that is empty, teach nothing."""
+    rewards = torch.tensor([[0.0, 1.0, 3.0], [1.0, 0.0, 5.0], [7.0, 1.0, 1.0], [1.0, 2.0, 3.0]])[..., None]
+    judged = torch.tensor([[True] * 3, [True, True, False], [True, False, False], [False] * 3])
+    found = advantages(rewards, _options(name), judged=judged)
+    assert torch.equal(found[:1], advantages(rewards[:1], _options(name)))
+    assert torch.equal(found[1:2, :2], advantages(rewards[1:2, :2], _options(name)))
+    assert found[1, 2] == 0 and found[2:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_none_that_was_judged(name):
+    found = advantages(torch.ones(2, 3, 2), _options(name), judged=torch.zeros(2, 3, dtype=torch.bool))
+    assert found.dtype == torch.float32
+    assert found.tolist() == [[0] * 3] * 2
+
+
+def test_fewer_than_the_best_are_chosen_among():
+    rewards, judged = torch.tensor([[1.0, 0.0, 0.0, 0.0]])[..., None], torch.tensor([[True, True, False, False]])
+    assert advantages(rewards, AdvantageOptions("max_at_k", 3), judged=judged).abs().sum() == 0
+
+
+def test_constant_among_those_that_were_judged():
+    rewards = torch.tensor([[5.0, 1.0, 1.0], [5.0, 1.0, 2.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
+    judged = torch.tensor([[False, True, True], [False, True, True], [False, True, False], [False] * 3])
+    assert constant_groups(rewards, judged).tolist() == [True, False, True, True]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.observe.rollouts import RolloutRow, write_rollouts
+from megarl.observe.rollouts import RolloutRow, append_rows, write_rollouts
 
 ROW = RolloutRow(
     prompt_index=3,
@@ -83,3 +83,12 @@ def test_no_half_file_is_ever_seen(tmp_path):
         write_rollouts(path, rows())
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_rows_are_added(tmp_path):
+    """Whatever a completion holds is one line."""
+    path = tmp_path / "failures.jsonl"
+    append_rows(path, [{"step": 1, "completion": "a\nb\u2028\ud800"}])
+    append_rows(path, [{"step": 2}, {"step": 3}])
+    found = [json.loads(line) for line in path.read_bytes().splitlines()]
+    assert found == [{"step": 1, "completion": "a\nb\u2028\ud800"}, {"step": 2}, {"step": 3}]

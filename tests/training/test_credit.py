@@ -98,3 +98,20 @@ def test_ranks(ranks, name, layout):
     assert torch.equal(torch.cat([a[2] for a in halves]), whole[2])
     for answer in answers:
         assert answer[3] == pytest.approx(whole[3])
+
+
+@pytest.mark.ranks(1)
+def test_a_sample_of_no_known_reward():
+    """Its group is the other two, and it is no part of the loss."""
+    from megarl.packing.rows import TokenSequence
+
+    rewards = [(1.0,), (0.0,), (0.5,)]
+    samples = [
+        credits.Sample(TokenSequence(None, torch.zeros(2, dtype=torch.long)), torch.zeros(2), reward, judged=i != 1)
+        for i, reward in enumerate(rewards)
+    ]
+    options = credits.CreditOptions(3, advantages.AdvantageOptions("group_mean"))
+    found = credits.assign_credit(samples, credits.Scored([torch.zeros(2)] * 3, None), options)
+    assert found.advantages.tolist() == [0.25, 0, -0.25]
+    assert found.kept.tolist() == [True, False, True]
+    assert found.metrics["policy/left_out"] == pytest.approx(1 / 3)
