@@ -68,6 +68,7 @@ class Session:
         """The step of `_accuracy`."""
         self._stopped = False
         self._resampled = 0.0
+        self._dropped: list[tuple[int, list[Rollout]]] = []
         self._progress = Progress(recipe.steps) if self._main else NullProgress()
         self._resume()
         if self._main:
@@ -114,6 +115,16 @@ class Session:
         if newest:
             checkpoint.load(newest, self.run.trainer)
             self.run.sync()
+        if newest and self._phase == _RL and self.run.solve_rates is not None:
+            self._resume_solve_rates(newest, state["prompts_sha256"])
+
+    def _resume_solve_rates(self, newest: Path, prompts_sha256: str | None) -> None:
+        """Those of the checkpoint, unless its prompts were others, which the recipe has allowed."""
+        rates, counts = self.run.solve_rates, checkpoint.read_solve_rates(newest)
+        if prompts_sha256 != self.run.train_prompts.content_sha256:
+            self._said.append("the training prompts are others than before: their solve rates begin anew")
+            counts = 0 * rates.counts
+        rates.restore(self._step, counts)
 
     def _begin_rl(self, resumed: Path | None = None) -> None:
         """A fresh optimizer, and the reference policy: another checkpoint, the weights that RL began with, or those
@@ -187,8 +198,13 @@ class Session:
             return generate_spread(run.engine, prompts, self.sampling, algorithm.group_size, keys, self.interrupted)
 
         rounds = algorithm.resample_rounds
-        groups, self._resampled = resample(groups, rounds, lambda some: run.judge(some).constant, draw)
+        found = resample(groups, rounds, lambda some: run.judge(some).constant, draw)
+        groups, self._resampled, self._dropped = found
         return groups
+
+    def record(self, step: int, batch: Batch) -> None:
+        """What the step's completions, also those of groups that were replaced, say about their prompts."""
+        self.run.record(step, batch, self._dropped)
 
     def report(self, step: int, batch: Batch, scored: Scored, credit: Credit, learned: dict[str, float]) -> None:
         """Writes what the step did: metrics, rollouts, and the evaluation where one is due.
@@ -218,6 +234,7 @@ class Session:
             "rollout/imbalance": self.run.imbalance,
             "sync/bytes": self.run.sync.bytes,
             "rollout/resampled": self._resampled,
+            **(self.run.solve_rates.metrics() if self.run.solve_rates else {}),
         }
         self._save_rollouts(step, batch, scored, credit)
         self._progress.step(step, values)
@@ -319,11 +336,14 @@ class Session:
             "skipped": self._skipped,
             "architecture": self._architecture,
         }
+        rates = self.run.solve_rates
+        if rates is not None:
+            progress["prompts_sha256"] = self.run.train_prompts.content_sha256
         score = self._accuracy if self._phase == _RL and self._evaluated == self._step else None
         moving = self._reference if self._recipe.algorithm.reference_every else None
         name = checkpoint_folder.name_of(self._phase, self._step)
         self._watchdog.enter("save")
-        self._writer.save(name, self.run.trainer, progress, score, moving)
+        self._writer.save(name, self.run.trainer, progress, score, moving, rates and rates.counts)
 
     @property
     def _architecture(self) -> dict:

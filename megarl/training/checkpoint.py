@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -25,6 +26,7 @@ from megarl.training.reference import ReferencePolicy
 from megarl.training.trainer import Trainer
 
 _PROGRESS = "progress.json"
+_SOLVE_RATES = "solve_rates.npy"
 _REFERENCE = "reference."
 """Begins the names of a moving reference's weights, beside the policy's own."""
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -58,6 +60,7 @@ class CheckpointWriter:
         progress: dict,
         score: float | None = None,
         reference: ReferencePolicy | None = None,
+        solve_rates: np.ndarray | None = None,
     ) -> None:
         """Begins to write `name`; nothing is done where it is the newest already.  Collective.
 
@@ -65,6 +68,7 @@ class CheckpointWriter:
             progress: plain values that tell the run where it was; rank 0's are kept.
             score: what the best checkpoints are kept by.
             reference: one that moves, and so is as old as the checkpoint says; its weights are kept with it.
+            solve_rates: of the prompts, an array of numbers; rank 0's is kept.
 
         Raises:
             UserError: a checkpoint cannot be written; the ones before it stay.
@@ -77,7 +81,7 @@ class CheckpointWriter:
             state = _state(trainer, is_loading=False)
             if reference is not None:
                 state["reference"] = _kept(trainer.model, reference)
-            self._writing = _Writing(self._folder, name, state, progress, score)
+            self._writing = _Writing(self._folder, name, state, progress, score, solve_rates)
             if self._in_background:
                 self._writing.start()
             else:
@@ -101,9 +105,12 @@ class _Writing(threading.Thread):
     """One checkpoint while it is written.  Its constructor and `finish` are collective; the thread writes this rank's
     files."""
 
-    def __init__(self, folder: Path, name: str, state: dict, progress: dict, score: float | None):
+    def __init__(
+        self, folder: Path, name: str, state: dict, progress: dict, score: float | None, solve_rates: np.ndarray | None
+    ):
         super().__init__(name=f"writes {name}", daemon=True)
         self._folder, self.checkpoint, self._progress, self._score = folder, name, progress, score
+        self._solve_rates = None if solve_rates is None else solve_rates.copy()
         self._partial = folder / f"{name}{PARTIAL}"
         self._request = _plan(self._partial, state)
         self._buckets = _copied(self._request)
@@ -130,6 +137,8 @@ class _Writing(threading.Thread):
         if dist.get_rank() == 0:
             try:
                 (self._partial / _PROGRESS).write_text(json.dumps(self._progress))
+                if self._solve_rates is not None:
+                    np.save(self._partial / _SOLVE_RATES, self._solve_rates)
                 publish(self._folder, self.checkpoint, self._score, files, keep)
             except OSError as error:
                 self._error = f"{error.filename or self._partial}: {error.strerror}"
@@ -191,6 +200,11 @@ def _updates(loaded: dict) -> Iterator[float]:
 def read_progress(checkpoint: Path) -> dict:
     """What `CheckpointWriter.save` was given."""
     return json.loads((checkpoint / _PROGRESS).read_text())
+
+
+def read_solve_rates(checkpoint: Path) -> np.ndarray:
+    """What `CheckpointWriter.save` was given."""
+    return np.load(checkpoint / _SOLVE_RATES, allow_pickle=False)
 
 
 def load(checkpoint: Path, trainer: Trainer) -> None:
