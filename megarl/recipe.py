@@ -28,6 +28,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from megarl.data.curriculum import weighted
 from megarl.environments.extraction import EXTRACTIONS, FORMATS, malformed, without_group
 from megarl.environments.registry import (
     DIALOGUES,
@@ -345,6 +346,14 @@ class PerceptionSection(Section):
     """Weight of the entropy of the policy from which a part is hidden, which is to fall too."""
 
 
+class CurriculumSection(Section):
+    share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of a step's prompts that are drawn by p (1 - p) of their solve rates p; the others come in shuffled
+    epochs."""
+    discount: Fraction = 0.5
+    """What earlier completions of a prompt still count each time that it is tried again; 1: they count in full."""
+
+
 class AlgorithmSection(Section):
     advantage: Literal[
         "group_std",
@@ -364,6 +373,8 @@ class AlgorithmSection(Section):
     """Rollouts of one prompt."""
     resample_rounds: NonNegativeInt = 0
     """Times in a step that groups whose rewards are equal make room for those of other prompts; 0: never."""
+    curriculum: CurriculumSection | None = None
+    """Draw prompts more often that are solved now and then; null: every prompt once an epoch."""
     filter_overlong: bool = False
     """Leave completions that reached rollout.max_new_tokens out of the loss."""
     epochs: PositiveInt = 1
@@ -569,10 +580,10 @@ class Recipe(Section):
     """Folder of everything that the run writes."""
     steps: NonNegativeInt
     """RL steps; 0: warm-up and evaluation only."""
-    eval_only: bool = False
-    """Evaluate what the run folder holds, its newest checkpoint or the initial model, and do nothing else."""
     allow_dataset_change: bool = False
     """Go on with other data, or data prepared otherwise, than the run began with."""
+    eval_only: bool = False
+    """Evaluate what the run folder holds, its newest checkpoint or the initial model, and do nothing else."""
     model: ModelSection
     """Weights and processor to start from."""
     parallel: ParallelSection = ParallelSection()
@@ -917,6 +928,11 @@ def _algorithm_conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         "the engine chose its experts seeing the media that the masked policy must not see",
     )
     yield (
+        a.curriculum is not None and weighted(a.curriculum.share, a.prompts_per_step) == 0,
+        "algorithm.curriculum algorithm.prompts_per_step",
+        "no prompt of a step would be drawn by its solve rate",
+    )
+    yield (
         a.dual_clip is not None and a.surrogate != "clipped",
         "algorithm.dual_clip algorithm.surrogate",
         "only the clipped surrogate has a second bound",
@@ -942,7 +958,12 @@ def _algorithm_conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         "algorithm.surrogate algorithm.kl_coefficient algorithm.kl_in",
         "without a policy gradient the divergence must be in the loss",
     )
-    for key, given in (("resample_rounds", a.resample_rounds > 0), ("correction.level", c.level != "none")):
+    rewarded = (
+        ("resample_rounds", a.resample_rounds > 0),
+        ("curriculum", a.curriculum is not None),
+        ("correction.level", c.level != "none"),
+    )
+    for key, given in rewarded:
         yield (
             a.surrogate == "none" and given,
             f"algorithm.surrogate algorithm.{key}",

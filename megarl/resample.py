@@ -17,7 +17,7 @@ Groups = list[list[Rollout]]
 
 def resample(
     groups: Groups, rounds: int, constant: Callable[[Groups], Tensor], draw: Callable[[int, list[int]], Groups | None]
-) -> tuple[Groups | None, float]:
+) -> tuple[Groups | None, float, list[tuple[int, list[Rollout]]]]:
     """Replaces groups of equal rewards, each at its position.
 
     Collective over all ranks, each with groups of its own: those that share experts sample together, also where one
@@ -30,11 +30,12 @@ def resample(
             where the step is given up.
 
     Returns:
-        The groups, or None where `draw` gave None; and how many were drawn over how many there are, on all ranks.
+        The groups, or None where `draw` gave None; how many were drawn over how many there are, on all ranks; and the
+        groups of this rank that were dropped, each with its position.
     """
     if not rounds:
-        return groups, 0.0
-    groups, drawn = list(groups), 0.0
+        return groups, 0.0, []
+    groups, drawn, dropped = list(groups), 0.0, []
     wanted = _positions(constant(groups))
     for number in range(rounds):
         everywhere = float(over_data_parallel(torch.tensor(float(len(wanted)))))
@@ -43,13 +44,14 @@ def resample(
         drawn += everywhere
         fresh = draw(number, wanted)
         if fresh is None:
-            return None, 0.0
+            return None, 0.0, []
         still = set(_positions(constant(fresh)))
         for place, (position, group) in enumerate(zip(wanted, fresh, strict=True)):
             if place not in still:
-                groups[position] = group
+                groups[position], group = group, groups[position]
+            dropped.append((position, group))
         wanted = [position for place, position in enumerate(wanted) if place in still]
-    return groups, drawn / float(over_data_parallel(torch.tensor(float(len(groups)))))
+    return groups, drawn / float(over_data_parallel(torch.tensor(float(len(groups))))), dropped
 
 
 def _positions(chosen: Tensor) -> list[int]:

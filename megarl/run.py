@@ -1,6 +1,7 @@
 """Everything that a run holds, built from its recipe."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +18,7 @@ from megatron.core import parallel_state
 from megarl.conversation import Conversations, Generate, Limits
 from megarl.data.answers import AnswerPool, best_constants
 from megarl.data.checked import Ranks
+from megarl.data.curriculum import CurriculumSampler, SolveRates
 from megarl.data.download import Downloads
 from megarl.data.files import find_split
 from megarl.data.ledger import Ledger
@@ -145,7 +147,14 @@ class Run(HeldOut):
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
         self.policy, self.trainer, self.sync = self.parts.policy, self.parts.trainer, self.parts.sync
-        self._sampler = PromptSampler(self.train_prompts, self.recipe.seed)
+        curriculum, seed = self.recipe.algorithm.curriculum, self.recipe.seed
+        self.solve_rates = curriculum and SolveRates(len(self.train_prompts), curriculum.discount)
+        """Of the training prompts, where these are drawn by them."""
+        self._sampler = (
+            CurriculumSampler(self.train_prompts, seed, self.solve_rates, curriculum.share)
+            if curriculum
+            else PromptSampler(self.train_prompts, seed)
+        )
         # An order of its own, beside the steps' and the warm-up's.
         self._other_sampler = PromptSampler(self.train_prompts, (self.recipe.seed + 2) % 2**32)
         self._judge = Judge(self.scorer, reward_options(self.recipe))
@@ -173,8 +182,9 @@ class Run(HeldOut):
         return encoded, keys
 
     def prefetch_step(self, step: int) -> None:
-        """Begins to prepare the media of the prompts that are sampled here, if there is such a step."""
-        if step <= self.recipe.steps:
+        """Begins to prepare the media of the prompts that are sampled here, if there is such a step and its prompts are
+        known."""
+        if step <= self.recipe.steps and self._sampler.knows(step - 1):
             self.encoder.prefetch([self.train_prompts[index] for _, index in self._sampled_here(step)])
 
     def other_prompts(self, step: int, number: int, positions: Sequence[int]) -> tuple[list[EncodedPrompt], list[int]]:
@@ -210,6 +220,34 @@ class Run(HeldOut):
         mine = {place for place, _ in self._step_share(step, self.dp_rank)}
         sampled = [place for place, _ in self._sampled_here(step)]
         return {place: group for place, group in zip(sampled, groups, strict=True) if place in mine}
+
+    def record(self, step: int, batch: Batch, dropped: Sequence[tuple[int, list[Rollout]]]) -> None:
+        """Takes what a step's completions say about their prompts into the solve rates, where these are kept: then the
+        next step's prompts are known, and their media begins to be prepared.  Collective.
+
+        Args:
+            batch: what this rank trains on.
+            dropped: groups that others have replaced, with their positions in what was sampled here.
+        """
+        if self.solve_rates is None:
+            return
+        # Engines may sample for several data-parallel ranks, and several engines for one: each rank counts its share.
+        first = self.parts.data_parallel_ranks.index(self.dp_rank)
+        size = self.recipe.algorithm.prompts_per_step // self.dp_size
+        judged = batch, self.judge([group for position, group in dropped if position // size == first])
+        mine: list[tuple[int, bool]] = [
+            (rollout.prompt.prompt.index, score.correct)
+            for one in judged
+            for rollout, score in zip(one.rollouts, one.scores, strict=True)
+        ]
+        tried: Counter[int] = Counter()
+        right: Counter[int] = Counter()
+        for outcomes in gathered(mine, parallel_state.get_data_parallel_group()):
+            for index, correct in outcomes:
+                tried[index] += 1
+                right[index] += correct
+        self.solve_rates.update(step, {index: (right[index], count) for index, count in tried.items()})
+        self.prefetch_step(step + 1)
 
     def balance(self, groups: Mapping[int, list[Rollout]]) -> list[list[Rollout]]:
         """The groups that this rank trains on, of those that each offers, by their places in the step's batch: of each
@@ -303,6 +341,8 @@ def build_run(recipe: Recipe, folder: Path, ranks: Ranks, alive: Callable[[], No
     train_prompts = _load_prompts(recipe, folder, "train", reader, ranks)
     if recipe.warmup:
         _refuse_long_answers(recipe, reader.processor.tokenizer, train_prompts)
+    if recipe.algorithm.curriculum:
+        _refuse_few_prompts(recipe, len(train_prompts))
     test_prompts = _load_prompts(recipe, folder, "test", reader, ranks)[: recipe.evaluation.max_prompts]
     judges, dialogue = build_judges(recipe, alive), build_dialogue(recipe)
     parts = build_parts(recipe, initial)
@@ -503,6 +543,16 @@ def _refuse_rows_without_judge(specs: EnvironmentSpecs, prompts: PromptSet, spli
         spec = specs.of(pair[0])
         if refusal := refusal_of_answer(spec, pair[1]):
             raise UserError(f"{split}, row {prompts[index].row}: {refusal} ({spec.key}.name = {spec.name!r})")
+
+
+def _refuse_few_prompts(recipe: Recipe, prompts: int) -> None:
+    """A step's prompts that are drawn by their solve rates are distinct."""
+    wanted = recipe.algorithm.prompts_per_step
+    if prompts < wanted:
+        raise UserError(
+            f"algorithm.prompts_per_step = {wanted}: there are {prompts} training prompts, and algorithm.curriculum "
+            "draws distinct ones: lower it, or set algorithm.curriculum = null"
+        )
 
 
 def draw_key(seed: int, purpose: str, step: int, place: int) -> int:

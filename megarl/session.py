@@ -73,6 +73,7 @@ class Session:
         self._stopped = False
         self._resampled = 0.0
         self._said_failed = False
+        self._dropped: list[tuple[int, list[Rollout]]] = []
         self._progress = Progress(recipe.steps) if self._main else NullProgress()
         self._resume()
         self._partial = self._partial_rollouts(self._newest if self._phase == _RL else None)
@@ -121,6 +122,16 @@ class Session:
         if newest:
             checkpoint.load(newest, self.run.trainer)
             self.run.sync()
+        if newest and self._phase == _RL and self.run.solve_rates is not None:
+            self._resume_solve_rates(newest, state["prompts_sha256"])
+
+    def _resume_solve_rates(self, newest: Path, prompts_sha256: str | None) -> None:
+        """Those of the checkpoint, unless its prompts were others, which the recipe has allowed."""
+        rates, counts = self.run.solve_rates, checkpoint.read_solve_rates(newest)
+        if prompts_sha256 != self.run.train_prompts.content_sha256:
+            self._said.append("the training prompts are others than before: their solve rates begin anew")
+            counts = 0 * rates.counts
+        rates.restore(self._step, counts)
 
     def _begin_rl(self, resumed: Path | None = None) -> None:
         """A fresh optimizer, and the reference policy: another checkpoint, the weights that RL began with, or those
@@ -217,8 +228,12 @@ class Session:
         def draw(number: int, positions: list[int]) -> list[list[Rollout]] | None:
             return self._generate(*run.other_prompts(step, number, positions))
 
-        groups, self._resampled = resample(groups, rounds, run.constant, draw)
+        groups, self._resampled, self._dropped = resample(groups, rounds, run.constant, draw)
         return groups
+
+    def record(self, step: int, batch: Batch) -> None:
+        """What the step's completions, also those of groups that were replaced, say about their prompts."""
+        self.run.record(step, batch, self._dropped)
 
     def _partial_rollouts(self, newest: Path | None) -> PartialRollouts | None:
         """With what the checkpoint that is gone on from left in flight; None where each step samples to the end."""
@@ -275,6 +290,7 @@ class Session:
             "sync/bytes": self.run.sync.bytes,
             "rollout/resampled": self._resampled,
             **self._partial_metrics(step, batch),
+            **(self.run.solve_rates.metrics() if self.run.solve_rates else {}),
         }
         self._failed(step)
         self._save_rollouts(step, batch, scored, credit)
@@ -407,6 +423,9 @@ class Session:
             "skipped": self._skipped,
             "architecture": self._architecture,
         }
+        rates = self.run.solve_rates
+        if rates is not None:
+            progress["prompts_sha256"] = self.run.train_prompts.content_sha256
         score = self._accuracy if self._phase == _RL and self._evaluated == self._step else None
         moving = self._reference if self._recipe.algorithm.reference_every else None
         name = checkpoint_folder.name_of(self._phase, self._step)
@@ -415,7 +434,7 @@ class Session:
         if self._partial is not None:
             ranks = parallel_state.get_data_parallel_group()
             rollouts = flat({number: one for part in gathered(self._partial.state(), ranks) for number, one in part})
-        self._writer.save(name, self.run.trainer, progress, score, moving, rollouts)
+        self._writer.save(name, self.run.trainer, progress, score, moving, rollouts, rates and rates.counts)
 
     @property
     def _architecture(self) -> dict:

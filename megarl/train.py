@@ -35,6 +35,7 @@ def train(arguments: list[str]) -> None:
                 groups = run.balance(groups)
             with timer("reward"):
                 batch = run.judge(groups)
+                session.record(step, batch)
             with timer("score"):
                 scored = session.policy_step.score(batch.samples)
                 credit = session.policy_step.credit(batch.samples, scored)

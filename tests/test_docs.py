@@ -138,7 +138,7 @@ def _definitions(file: Path) -> set[str]:
 
 
 def test_every_metric_is_explained():
-    kinds = "reward|rollout|policy|optimizer|mismatch|time|throughput|media|sync|eval"
+    kinds = "reward|rollout|prompts|policy|optimizer|mismatch|time|throughput|media|sync|eval"
     code = "\n".join(file.read_text() for file in (ROOT / "megarl").rglob("*.py"))
     logged = set(re.findall(rf'"((?:{kinds})/[a-z0-9_]+)"', code))
     explained = set(re.findall(rf"`((?:{kinds})/[a-z0-9_]+)`", (ROOT / "docs" / "run-folder.md").read_text()))

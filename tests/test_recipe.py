@@ -433,6 +433,16 @@ TINY = "model.tiny_processor"
         ),
         (
             MINIMAL,
+            ["algorithm.curriculum.share=0.01"],
+            "algorithm.curriculum = CurriculumSection(share=0.01, discount=0.5), algorithm.prompts_per_step = 32: no ",
+        ),
+        (
+            MINIMAL,
+            ["algorithm.curriculum={}", "algorithm.surrogate=none", "algorithm.kl_coefficient=1"],
+            "algorithm.surrogate = 'none', algorithm.curriculum = CurriculumSection(share=0.5, discount=0.5): there is",
+        ),
+        (
+            MINIMAL,
             ["evaluation.samples=4"],
             "evaluation.samples = 4, evaluation.temperature = 0.0: greedy answers to a prompt are equal",
         ),

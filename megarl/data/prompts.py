@@ -77,6 +77,11 @@ class PromptSet(Sequence[Prompt]):
         """`Prompt.source` of each prompt, without a look at the files."""
         return [self._checked.sources[index] for index in self._indices]
 
+    @property
+    def content_sha256(self) -> str | None:
+        """See `megarl.data.checked.Checked`: of the whole data set."""
+        return self._checked.content_sha256
+
     def fingerprint(self, index: int) -> bytes | None:
         """The 32 bytes that the check gave for the prompt of this `Prompt.index`; None where nothing was checked.
         Where a check gives others now, files were changed since."""

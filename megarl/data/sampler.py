@@ -33,6 +33,10 @@ class PromptSampler:
         """The prompts of one step, from 0; `count` must be the same at every step of a run."""
         return [self._prompts[index] for index in self.indices(step, count)]
 
+    def knows(self, step: int) -> bool:
+        """Whether `indices` can be asked: any step, ahead of time too."""
+        return True
+
     def indices(self, step: int, count: int) -> list[int]:
         """Theirs in the data set: a rank that wants a part of the step reads no more than that."""
         size = len(self._prompts)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import safetensors.torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -26,7 +27,7 @@ from megarl.training.manifest import Entry
 from megarl.training.reference import ReferencePolicy
 from megarl.training.trainer import Trainer
 
-_PROGRESS, _ROLLOUTS = "progress.json", "rollouts.safetensors"
+_PROGRESS, _ROLLOUTS, _SOLVE_RATES = "progress.json", "rollouts.safetensors", "solve_rates.npy"
 _REFERENCE = "reference."
 """Begins the names of a moving reference's weights, beside the policy's own."""
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -61,6 +62,7 @@ class CheckpointWriter:
         score: float | None = None,
         reference: ReferencePolicy | None = None,
         rollouts: dict[str, Tensor] | None = None,
+        solve_rates: np.ndarray | None = None,
     ) -> None:
         """Begins to write `name`; nothing is done where it is the newest already.  Collective.
 
@@ -69,6 +71,7 @@ class CheckpointWriter:
             score: what the best checkpoints are kept by.
             reference: one that moves, and so is as old as the checkpoint says; its weights are kept with it.
             rollouts: what a step has left in flight, on all ranks; rank 0's are kept.
+            solve_rates: of the prompts, an array of numbers; rank 0's is kept.
 
         Raises:
             UserError: a checkpoint cannot be written; the ones before it stay.
@@ -81,7 +84,7 @@ class CheckpointWriter:
             state = _state(trainer, is_loading=False)
             if reference is not None:
                 state["reference"] = _kept(trainer.model, reference)
-            self._writing = _Writing(self._folder, name, state, progress, score, rollouts)
+            self._writing = _Writing(self._folder, name, state, progress, score, rollouts, solve_rates)
             if self._in_background:
                 self._writing.start()
             else:
@@ -113,10 +116,12 @@ class _Writing(threading.Thread):
         progress: dict,
         score: float | None,
         rollouts: dict[str, Tensor] | None,
+        solve_rates: np.ndarray | None,
     ):
         super().__init__(name=f"writes {name}", daemon=True)
         self._rollouts = rollouts
         self._folder, self.checkpoint, self._progress, self._score = folder, name, progress, score
+        self._solve_rates = None if solve_rates is None else solve_rates.copy()
         self._partial = folder / f"{name}{PARTIAL}"
         self._request = _plan(self._partial, state)
         self._buckets = _copied(self._request)
@@ -145,6 +150,8 @@ class _Writing(threading.Thread):
                 (self._partial / _PROGRESS).write_text(json.dumps(self._progress))
                 if self._rollouts is not None:
                     (self._partial / _ROLLOUTS).write_bytes(safetensors.torch.save(self._rollouts))
+                if self._solve_rates is not None:
+                    np.save(self._partial / _SOLVE_RATES, self._solve_rates)
                 publish(self._folder, self.checkpoint, self._score, files, keep)
             except OSError as error:
                 self._error = f"{error.filename or self._partial}: {error.strerror}"
@@ -212,6 +219,11 @@ def read_rollouts(checkpoint: Path) -> dict[str, Tensor]:
     """Likewise: what was in flight; empty where nothing was."""
     path = checkpoint / _ROLLOUTS
     return safetensors.torch.load_file(path) if path.exists() else {}
+
+
+def read_solve_rates(checkpoint: Path) -> np.ndarray:
+    """What `CheckpointWriter.save` was given."""
+    return np.load(checkpoint / _SOLVE_RATES, allow_pickle=False)
 
 
 def load(checkpoint: Path, trainer: Trainer) -> None:

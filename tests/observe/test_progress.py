@@ -111,6 +111,13 @@ def test_a_long_run_prints_at_most_a_line_in_five_seconds(clock):
     assert "step 502: held-out accuracy 0.500 (chance 0.100)" in lines
 
 
+def test_an_evaluation_of_several_answers():
+    progress, out = plain(10)
+    progress.evaluation(4, 0.5, 0.1, {"a": 0.25}, {"pass@2": 0.75, "maj@2": 0.5})
+    line = "step 4: held-out accuracy 0.500 (chance 0.100), pass@2 0.750, maj@2 0.500, a 0.250\n"
+    assert out.getvalue() == line
+
+
 def test_a_run_of_ordinary_length_prints_every_step(clock):
     progress, out = plain(500)
     for step in range(1, 501):
