@@ -60,7 +60,9 @@ def stand_in(held_out: Prompts, answers: list[list[str]] | None = None, modaliti
         ),
         stop_ids=(2,),
         encoder=SimpleNamespace(encode=encode, prefetch=lambda prompts: None),
-        engine=SimpleNamespace(generate=generate, groups=SimpleNamespace(dp_cp=engines)),
+        engine=SimpleNamespace(generate=generate, groups=SimpleNamespace(dp_cp=engines, tp=None)),
+        conversed=lambda groups, *_: groups,
+        text=str,
         scores=scores,
         test_prompts=held_out,
     )

@@ -29,7 +29,7 @@ _FAILED = f"megarl/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 _SAID = f"{_FAILED}/said"
 _RANKS = f"megarl/ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{os.environ.get('GROUP_RANK')}"
 _POLL_SECONDS = 0.5
-_SAID_SECONDS = 10.0
+_LAST_WORDS_SECONDS = 10.0
 _SAME_SIGNAL_SECONDS = 5.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """The last is what Slurm is asked to send ahead of the end of a job's time."""
@@ -81,10 +81,14 @@ def _drop_cuda_graphs() -> None:
     torch.cuda.synchronize()
 
 
-def connect() -> dist.TCPStore:
-    """A connection to torchrun's store of its own: the process group's is busy while a collective starts."""
+def connect(seconds: float = 60.0) -> dist.TCPStore:
+    """A connection to torchrun's store of its own: the process group's is busy while a collective starts.
+
+    Args:
+        seconds: after which it is given up, and what is asked of the store then.
+    """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
 
 
 def announce(code: int, message: str) -> bool:
@@ -98,10 +102,10 @@ def announce(code: int, message: str) -> bool:
     if world_size() == 1:
         return False
     try:
-        store = connect()
+        store = connect(_LAST_WORDS_SECONDS)
         store.compare_set(_FAILED, "", f"{code} {rank()} {message}")
         if rank() != 0:
-            store.wait([_SAID], timedelta(seconds=_SAID_SECONDS))
+            store.wait([_SAID])
     except RuntimeError:  # the store went with the job, or rank 0 is gone
         return False
     return rank() != 0
@@ -147,14 +151,13 @@ class _FailureWatch:
     def close(self) -> None:
         """This rank's end is no loss."""
         self._closed.set()
-        if world_size() == 1:
-            return
+        said = [_SAID] if rank() == 0 and world_size() > 1 else []
+        left = [f"{_RANKS}/{os.environ['LOCAL_RANK']}/left"] if _siblings() else []
         try:
-            store = connect()
-            if _siblings():
-                store.set(f"{_RANKS}/{os.environ['LOCAL_RANK']}/left", "")
-            if rank() == 0:
-                store.set(_SAID, "")
+            if said or left:
+                store = connect(_LAST_WORDS_SECONDS)
+                for key in (*left, *said):
+                    store.set(key, "")
         except RuntimeError:  # as above
             pass
 
