@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from megarl.data.generators.digits import write_digits
 from megarl.models.tiny_processor import build_tiny_processor
@@ -446,6 +447,30 @@ def test_no_checkpoint(recipe, tmp_path):
 
 def from_folder(folder: Path) -> list[str]:
     return [f"model.path={folder}", "model.config=null", "model.init_std=null", "model.tiny_processor=null"]
+
+
+@pytest.mark.parametrize("key", ["model.path", "algorithm.reference"])
+def test_weights_that_are_not_those_of_the_config(finished, recipe, tmp_path, key):
+    folder = shutil.copytree(finished[0] / "checkpoint", tmp_path / "folder")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.bias"] = weights.pop("lm_head.weight")[:, 0].contiguous()
+    save_file(weights, folder / "model.safetensors")
+    teacher = [f"algorithm.reference={folder}", "algorithm.kl_coefficient=1.0"]
+    overrides = from_folder(folder) if key == "model.path" else teacher
+    line = commands.fork(tmp_path, recipe, f"run_dir={tmp_path / 'run'}", *overrides).refusal()
+    assert line == (
+        f"{folder}: of the weights of the qwen3_vl in config.json, 1 are missing (lm_head.weight); "
+        "1 are in no such model (lm_head.bias)"
+    )
+
+
+def test_a_config_with_other_media_tokens(finished, recipe, tmp_path):
+    folder = shutil.copytree(finished[0] / "checkpoint", tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    token, config["image_token_id"] = config["image_token_id"], config["video_token_id"]
+    (folder / "config.json").write_text(json.dumps(config))
+    line = commands.fork(tmp_path, recipe, f"run_dir={tmp_path / 'run'}", *from_folder(folder)).refusal()
+    assert line == (f"the tokenizer gives '<|image_pad|>' the id {token}: config.json has image_token_id = {token + 1}")
 
 
 def test_tokenizer_without_media_token(recipe, tmp_path):
