@@ -854,6 +854,7 @@ def _partial_conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
     )
     for key, given, why in (
         ("resample_rounds", r.algorithm.resample_rounds > 0, "a group is judged when it is done, steps after it began"),
+        ("curriculum", r.algorithm.curriculum is not None, "its draws wait for the outcomes of all steps before"),
         (
             "router_replay",
             r.algorithm.router_replay,
