@@ -141,23 +141,15 @@ class PartialRollouts:
             for group in self._carried
         ]
 
-    def resume(self, state: Mapping[int, Sequence[Mapping[str, Tensor]]]) -> None:
-        """Takes of all ranks' `state` what is sampled here."""
+    def resume(self, state: Mapping[int, Sequence[Mapping[str, Tensor]]], keep: bool = True) -> None:
+        """Takes of all ranks' `state` what is sampled here.
+
+        Args:
+            keep: False: nothing of the groups but their numbers, since their prompts are others.
+        """
         numbers = sorted(number for number in state if self._mine(number))
         self._carried = [
-            Group(
-                number,
-                tuple(
-                    replace(
-                        _nothing(prompt),
-                        ids=one["ids"].long(),
-                        log_probs=one["log_probs"],
-                        weight_versions=one["weight_versions"],
-                        finished=bool(one["finished"]),
-                    )
-                    for one in state[number]
-                ),
-            )
+            Group(number, tuple(_taken(prompt, one) if keep else _nothing(prompt) for one in state[number]))
             for number, prompt in zip(numbers, self._begin(numbers), strict=True)
         ]
 
@@ -184,6 +176,16 @@ def unflat(tensors: Mapping[str, Tensor]) -> dict[int, list[dict[str, Tensor]]]:
 def _nothing(prompt: EncodedPrompt) -> Rollout:
     versions = torch.empty(0, dtype=torch.int32)
     return Rollout(prompt, torch.empty(0, dtype=torch.long), torch.empty(0), False, weight_versions=versions)
+
+
+def _taken(prompt: EncodedPrompt, state: Mapping[str, Tensor]) -> Rollout:
+    return replace(
+        _nothing(prompt),
+        ids=state["ids"].long(),
+        log_probs=state["log_probs"],
+        weight_versions=state["weight_versions"],
+        finished=bool(state["finished"]),
+    )
 
 
 def _joined(before: Rollout, more: Rollout, version: int) -> Rollout:

@@ -76,7 +76,6 @@ class Session:
         self._dropped: list[tuple[int, list[Rollout]]] = []
         self._progress = Progress(recipe.steps) if self._main else NullProgress()
         self._resume()
-        self._partial = self._partial_rollouts(self._newest if self._phase == _RL else None)
         if self._main:
             keep_recipe(recipe, folder)
         self._log = MetricsLog(folder, self._step if self._phase == _RL else -1) if self._main else None
@@ -122,13 +121,15 @@ class Session:
         if newest:
             checkpoint.load(newest, self.run.trainer)
             self.run.sync()
+        same_prompts = state.get("prompts_sha256") == self.run.train_prompts.content_sha256
         if newest and self._phase == _RL and self.run.solve_rates is not None:
-            self._resume_solve_rates(newest, state["prompts_sha256"])
+            self._resume_solve_rates(newest, same_prompts)
+        self._partial = self._partial_rollouts(newest if self._phase == _RL else None, same_prompts)
 
-    def _resume_solve_rates(self, newest: Path, prompts_sha256: str | None) -> None:
+    def _resume_solve_rates(self, newest: Path, same_prompts: bool) -> None:
         """Those of the checkpoint, unless its prompts were others, which the recipe has allowed."""
         rates, counts = self.run.solve_rates, checkpoint.read_solve_rates(newest)
-        if prompts_sha256 != self.run.train_prompts.content_sha256:
+        if not same_prompts:
             self._said.append("the training prompts are others than before: their solve rates begin anew")
             counts = 0 * rates.counts
         rates.restore(self._step, counts)
@@ -196,7 +197,7 @@ class Session:
         run = self.run
         if self._partial is not None:
             found = self._partial.step(step)
-            run.prefetch_numbers(self._partial.begins(step + 1))
+            self._prefetch(step + 1)
             if found is None:
                 return None
             return {place: list(group.rollouts) for place, group in found.items() if run.offers(group.number)}
@@ -204,6 +205,13 @@ class Session:
         if groups is not None:
             groups = self._resample(step, groups)
         return None if groups is None else run.offered(step, groups)
+
+    def _prefetch(self, step: int) -> None:
+        """Begins to prepare the media of the prompts that begin in a step."""
+        if self._partial is None:
+            self.run.prefetch_step(step)
+        else:
+            self.run.prefetch_numbers(self._partial.begins(step))
 
     def _generate(self, prompts: list[EncodedPrompt], keys: list[int]) -> list[list[Rollout]] | None:
         """Rollouts of these prompts, all turns; None on all ranks where one was interrupted."""
@@ -235,7 +243,7 @@ class Session:
         """What the step's completions, also those of groups that were replaced, say about their prompts."""
         self.run.record(step, batch, self._dropped)
 
-    def _partial_rollouts(self, newest: Path | None) -> PartialRollouts | None:
+    def _partial_rollouts(self, newest: Path | None, same_prompts: bool) -> PartialRollouts | None:
         """With what the checkpoint that is gone on from left in flight; None where each step samples to the end."""
         options, run = partial_options(self._recipe), self.run
         if options is None:
@@ -254,7 +262,10 @@ class Session:
 
         partial = PartialRollouts(options, run.numbered_prompts, generate, key, run.samples_here, done_anywhere)
         if newest:
-            partial.resume(unflat(checkpoint.read_rollouts(newest)))
+            left = unflat(checkpoint.read_rollouts(newest))
+            if left and not same_prompts:
+                self._said.append("the training prompts are others than before: rollouts in flight begin anew")
+            partial.resume(left, keep=same_prompts)
         return partial
 
     def report(self, step: int, batch: Batch, scored: Scored, credit: Credit, learned: dict[str, float]) -> None:
@@ -298,7 +309,7 @@ class Session:
         every = self._recipe.evaluation.every
         if step == self._recipe.steps or (every and step % every == 0):
             values |= self._evaluate(step)
-            self.run.prefetch_step(step + 1)  # the evaluation has asked for other media since
+            self._prefetch(step + 1)  # the evaluation has asked for other media since
         self._log_step(step, values)
         self._skipped = self._skipped + 1 if learned["optimizer/skipped_updates"] else 0
         if self._skipped > self._recipe.limits.max_skipped_steps:
@@ -424,7 +435,7 @@ class Session:
             "architecture": self._architecture,
         }
         rates = self.run.solve_rates
-        if rates is not None:
+        if rates is not None or self._partial is not None:
             progress["prompts_sha256"] = self.run.train_prompts.content_sha256
         score = self._accuracy if self._phase == _RL and self._evaluated == self._step else None
         moving = self._reference if self._recipe.algorithm.reference_every else None

@@ -241,6 +241,30 @@ def test_other_data(short, undisturbed, digits, tmp_path):  # noqa: F811
     assert json.loads((folder / "data_train.json").read_text())["rows"] == len(rows) - 1
 
 
+@pytest.mark.slow
+def test_other_data_with_rollouts_in_flight(short, digits, tmp_path):  # noqa: F811
+    """What was in flight is of prompts that are gone: it begins anew, and the run goes on."""
+    folder, changed = tmp_path / "run", tmp_path / "changed"
+    shutil.copytree(digits, changed)
+    arguments = [
+        short,
+        f"run_dir={folder}",
+        f"data.path={changed}",
+        "rollout.partial={extra_prompts: 4, tokens_per_round: 1}",
+        "optimizer.schedule=constant",
+    ]
+    result = commands.fork(tmp_path, *arguments, "steps=2")
+    assert result.code == 0, result.err
+    rows = (changed / "train.jsonl").read_text().splitlines(keepends=True)
+    (changed / "train.jsonl").write_text("".join(rows[1:]))
+    result = commands.fork(tmp_path, *arguments, "allow_dataset_change=true", "steps=4")
+    assert result.code == 0, result.err
+    assert "rollouts in flight begin anew" in result.out
+    lines = [line for line in metrics(folder) if line["step"]]
+    assert [line["rollout/carried_groups"] for line in lines] == [4] * 4
+    assert lines[2]["rollout/weight_age"] == 0 and lines[2]["mismatch/max"] < 1e-4
+
+
 # Not finite
 
 

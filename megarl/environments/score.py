@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Protocol
 
@@ -33,7 +33,7 @@ class Grade:
     credit: float
     """In 0 .. 1."""
     correct: bool
-    answer: str | None = None
+    answer: str | None = field(default=None, compare=False)
     """As it was compared with the ground truth, where that is not as it was given."""
 
 
@@ -45,7 +45,7 @@ class Score:
     well_formed: bool
     error: str | None = None
     """Why the completion could not be judged, in one line; its components are 0 then."""
-    answer: str | None = None
+    answer: str | None = field(default=None, compare=False)
     """As it was compared with the ground truth, so that equal answers are right or wrong alike: what votes count.
     None: the completion's text, without blanks around it."""
 
