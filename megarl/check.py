@@ -5,12 +5,13 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.files import SPLITS, find_split
 from megarl.data.generators.registry import check_options
+from megarl.environments.registry import DIALOGUES
 from megarl.environments.workers import Workers
 from megarl.errors import UserError
 from megarl.layout import check_context, check_experts, check_heads, check_ring, check_router_replay
@@ -343,8 +344,10 @@ def check_perception(algorithm: AlgorithmSection, config: "PreTrainedConfig") ->
 def check_environment(recipe: Recipe) -> None:
     """Refuses the user's own environments that cannot be imported, made or called: one process tries."""
     environment = recipe.environment
-    if any(one.own for one in (environment, *environment.sources.values())):
-        Workers(environment.specs, 1, environment.timeout_seconds).close()
+    own = any(one.own for one in (environment, *environment.sources.values()))
+    if own or (environment.dialogue is not None and environment.dialogue.name not in DIALOGUES):
+        specs = replace(environment.specs, dialogue=environment.dialogue_spec)
+        Workers(specs, 1, environment.timeout_seconds).close()
 
 
 def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":

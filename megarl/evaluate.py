@@ -66,8 +66,8 @@ def evaluate(run: HeldOut, alive: Callable[[], None] = lambda: None) -> Evaluati
         groups = run.engine.generate(prompts, sampling, samples, some)
         groups = run.conversed(groups, some, partial(_generate, run.engine, sampling), run.engine.groups.tp)
         judged = iter(run.scores([rollout for rollouts in groups for rollout in rollouts]))
-        for rollouts in groups:
-            encoded, scores = rollouts[0].prompt, [next(judged) for _ in rollouts]
+        for encoded, rollouts in zip(prompts, groups, strict=True):
+            scores = [next(judged) for _ in rollouts]
             answers = [
                 (run.text(rollout.ids).strip() if score.answer is None else score.answer) if rollout.finished else None
                 for score, rollout in zip(scores, rollouts, strict=True)

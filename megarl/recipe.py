@@ -286,7 +286,7 @@ class EnvironmentSection(GraderSection):
     """A completion whose reward fails, takes too long or is no finite number earns 0; or it is left out of the loss and
     of its group's statistics."""
     timeout_seconds: PositiveFloat = 10.0
-    """For a completion, where it is judged in a process of its own: your own and `math`."""
+    """For a completion, where it is judged in a process of its own: your own and `math`; and for a dialogue's reply."""
     workers: PositiveInt = 2
     """Such processes of a rank."""
     overlong_buffer: NonNegativeInt = 0
@@ -629,6 +629,12 @@ class Recipe(Section):
         return self.rollout.max_sequence_tokens or self.data.max_prompt_tokens + self.rollout.max_new_tokens
 
     @property
+    def longest_prompt(self) -> int:
+        """Tokens before a completion, or before the part of one that is sampled in a round."""
+        partial = self.rollout.partial
+        return self.longest_sequence - (partial.tokens_per_round if partial else self.rollout.max_new_tokens)
+
+    @property
     def total_updates(self) -> int:
         """Optimizer updates of all RL steps."""
         return self.steps * self.algorithm.updates_per_step
@@ -806,9 +812,9 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         "the engine should hold all samples of a prompt at a time",
     )
     yield (
-        not r.rollout.enable_chunked_prefill and r.rollout.max_tokens_per_step < r.data.max_prompt_tokens,
+        not r.rollout.enable_chunked_prefill and r.rollout.max_tokens_per_step < r.longest_prompt,
         "rollout.enable_chunked_prefill rollout.max_tokens_per_step data.max_prompt_tokens",
-        "an unchunked prompt must fit into the engine's step",
+        f"an unchunked prompt must fit into the engine's step, with what was sampled before {r.longest_prompt} tokens",
     )
     shortest = r.data.max_prompt_tokens + r.rollout.max_new_tokens
     yield (

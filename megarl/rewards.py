@@ -10,7 +10,7 @@ from torch import Tensor
 from megarl.algorithms.advantages import constant_groups
 from megarl.algorithms.overlong import overlong_penalty
 from megarl.data.prompt import Prompt
-from megarl.environments.score import Attempt, Score, checked, failed, reason_of
+from megarl.environments.score import Attempt, Score
 from megarl.parallel.agreement import gathered
 from megarl.rollout.engine import Rollout
 from megarl.training.credit import Sample
@@ -37,13 +37,10 @@ class Scorer:
     Args:
         score: of a rank, for each of some attempts in order.
         decode: `(ids) -> text`.
-        components: of each score.
     """
 
-    def __init__(
-        self, score: Callable[[Sequence[Attempt]], list[Score]], decode: Callable[[Tensor], str], components: int
-    ):
-        self._judge, self._decode, self._components = score, decode, components
+    def __init__(self, score: Callable[[Sequence[Attempt]], list[Score]], decode: Callable[[Tensor], str]):
+        self._judge, self._decode = score, decode
         self._failed, self._failures = 0, []
 
     def __call__(self, rollouts: Sequence[Rollout], same: dist.ProcessGroup) -> tuple[list[str], list[Score]]:
@@ -60,18 +57,11 @@ class Scorer:
     def _score(self, attempts: Sequence[Attempt], verdicts: Sequence[Score | None]) -> list[Score]:
         """Of those that have no verdict yet, the judge's."""
         judged = iter(self._judge([a for a, verdict in zip(attempts, verdicts, strict=True) if verdict is None]))
-        scores = [next(judged) if verdict is None else self._checked(verdict) for verdict in verdicts]
+        scores = [next(judged) if verdict is None else verdict for verdict in verdicts]
         failures = [Failure(a.row, a.source, s.error, a.text) for a, s in zip(attempts, scores, strict=True) if s.error]
         self._failed += len(failures)
         self._failures += failures[: MOST_FAILURES - len(self._failures)]
         return scores
-
-    def _checked(self, verdict: Score) -> Score:
-        """A conversation's, which comes from the user's code."""
-        try:
-            return checked(verdict, self._components)
-        except ValueError as error:
-            return failed(self._components, reason_of(error))
 
     def take_failures(self) -> tuple[int, list[Failure]]:
         """How many completions this rank could not judge since the last call, and the first `MOST_FAILURES` of them.

@@ -25,10 +25,10 @@ from megarl.data.ledger import Ledger
 from megarl.data.media_values import MediaReader
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.sampler import PromptSampler, shard
-from megarl.environments.dialogue import Dialogue
 from megarl.environments.in_process import InProcess
 from megarl.environments.registry import EnvironmentSpecs, refusal_of_answer
-from megarl.environments.score import Score, failed
+from megarl.environments.replies import Replies
+from megarl.environments.score import Score
 from megarl.environments.workers import Workers
 from megarl.errors import MediaError, PromptError, UserError
 from megarl.media.encoder import Encoder, fingerprint
@@ -36,6 +36,7 @@ from megarl.media.item import EncodedPrompt
 from megarl.models.build import Policy, empty_copy, load_policy
 from megarl.models.families import FAMILIES
 from megarl.models.hf_config import hf_config
+from megarl.models.weight_files import check_weights
 from megarl.options import (
     engine_model_options,
     engine_options,
@@ -90,13 +91,13 @@ class HeldOut:
     engine: RolloutEngine
     encoder: Encoder
     judges: InProcess | Workers
-    dialogue: Dialogue | None
+    replies: Replies | None
     """Who replies to completions, where a rollout is a conversation."""
     test_prompts: PromptSet
     stop_ids: tuple[int, ...]
 
     def __post_init__(self):
-        self.scorer = Scorer(self.judges.score, self.text, self.judges.components)
+        self.scorer = Scorer(self.judges.score, self.text)
 
     def conversed(
         self, groups: list[list[Rollout]], keys: Sequence[int], generate: Generate, same: dist.ProcessGroup
@@ -107,18 +108,16 @@ class HeldOut:
             groups: of first completions.
             same: the ranks that have the same groups.
         """
-        if self.dialogue is None:
+        if self.replies is None:
             return groups
-        r, e = self.recipe.rollout, self.recipe.environment
-        limits = Limits(e.dialogue.max_turns, r.max_sequence_tokens, r.max_new_tokens, e.timeout_seconds)
-        components = self.judges.components
+        r, turns = self.recipe.rollout, self.recipe.environment.dialogue.max_turns
         return Conversations(
-            self.dialogue,
-            limits,
+            self.replies,
+            Limits(turns, r.max_sequence_tokens, r.max_new_tokens),
             self.text,
             self.encoder.extend,
             generate,
-            lambda reason: failed(components, reason),
+            self.judges.components,
             lambda make: from_first(make, same),
         )(groups, keys)
 
@@ -336,6 +335,8 @@ def build_run(recipe: Recipe, folder: Path, ranks: Ranks, alive: Callable[[], No
     Raises:
         UserError: something in the recipe, the data or the checkpoint does not fit.
     """
+    if recipe.algorithm.reference is not None:
+        check_weights(Path(recipe.algorithm.reference))
     initial = prepare_checkpoint(recipe, folder)
     reader = _reader(recipe, initial)
     train_prompts = _load_prompts(recipe, folder, "train", reader, ranks)
@@ -344,7 +345,7 @@ def build_run(recipe: Recipe, folder: Path, ranks: Ranks, alive: Callable[[], No
     if recipe.algorithm.curriculum:
         _refuse_few_prompts(recipe, len(train_prompts))
     test_prompts = _load_prompts(recipe, folder, "test", reader, ranks)[: recipe.evaluation.max_prompts]
-    judges, dialogue = build_judges(recipe, alive), build_dialogue(recipe)
+    judges, replies = build_judges(recipe, alive), build_replies(recipe, alive)
     parts = build_parts(recipe, initial)
     return Run(
         recipe=recipe,
@@ -352,7 +353,7 @@ def build_run(recipe: Recipe, folder: Path, ranks: Ranks, alive: Callable[[], No
         engine=parts.engine,
         encoder=reader.encoder,
         judges=judges,
-        dialogue=dialogue,
+        replies=replies,
         test_prompts=test_prompts,
         stop_ids=reader.stop_ids,
         folder=folder,
@@ -383,7 +384,7 @@ def build_held_out(
     initial = prepare_checkpoint(recipe, initial)
     reader = _reader(recipe, initial)
     prompts = _load_prompts(recipe, folder, "test", reader, ranks, record=False)[: recipe.evaluation.max_prompts]
-    judges, dialogue = build_judges(recipe, alive), build_dialogue(recipe)
+    judges, replies = build_judges(recipe, alive), build_replies(recipe, alive)
     policy = load_policy(initial, model_options(recipe))
     if saved is not None:
         now = architecture(policy.bridge.hf_pretrained.config)
@@ -397,7 +398,7 @@ def build_held_out(
         engine=engine,
         encoder=reader.encoder,
         judges=judges,
-        dialogue=dialogue,
+        replies=replies,
         test_prompts=prompts,
         stop_ids=reader.stop_ids,
     )
@@ -438,14 +439,14 @@ def build_judges(recipe: Recipe, alive: Callable[[], None] = lambda: None) -> In
     return Workers(specs, environment.workers, environment.timeout_seconds, alive)
 
 
-def build_dialogue(recipe: Recipe) -> Dialogue | None:
+def build_replies(recipe: Recipe, alive: Callable[[], None] = lambda: None) -> Replies | None:
     """Who replies to completions.
 
     Raises:
         UserError: the user's own cannot be made.
     """
     spec = recipe.environment.dialogue_spec
-    return spec and spec.build()
+    return spec and Replies(spec.build(), recipe.environment.timeout_seconds, alive)
 
 
 def build_parts(recipe: Recipe, checkpoint: Path) -> Parts:

@@ -137,11 +137,9 @@ def prepare_checkpoint(recipe: Recipe, folder: Path) -> Path:
     """The Hugging Face folder that the run starts from; writes it for random weights.  Rank 0 writes.
 
     Raises:
-        UserError: the weights of a folder that is given, or of the reference policy's, do not fit its config.
+        UserError: the weights of a folder that is given do not fit its config.
     """
     model = recipe.model
-    if recipe.algorithm.reference is not None:
-        check_weights(Path(recipe.algorithm.reference))
     if model.path is not None:
         check_weights(Path(model.path))
         return Path(model.path)

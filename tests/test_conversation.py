@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from megarl.environments.dialogue import Media, Reply, Step
+from megarl.environments.replies import Replies
 from megarl.environments.score import Score
 from megarl.media.encoder import Encoder
 from megarl.models.families import FAMILIES
@@ -63,12 +64,12 @@ def _talk(checkpoint, prompts, max_tokens, dialogue, layout):
         return spreading.generate_spread(engine, prompts, sampling, size, keys, lambda: False)
 
     talk = conversation.Conversations(
-        dialogue,
-        conversation.Limits(TURNS, max_tokens, NEW, 1.0),
+        Replies(dialogue, 1.0),
+        conversation.Limits(TURNS, max_tokens, NEW),
         lambda ids: processor.tokenizer.decode(ids[:-1].tolist()),
         encoder.extend,
         generate,
-        lambda reason: Score((0.0,), False, False, reason),
+        1,
         lambda make: agreement.from_first(make, share),
     )
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -171,6 +172,26 @@ class NoPicture(Talk):
         return Step(state, Reply((Media("image", b"GIF?"),)))
 
 
+class NoScore(Talk):
+    def step(self, state, completion, finished):
+        return Step(state, score=1.0)
+
+
+class TooMany(Talk):
+    def step(self, state, completion, finished):
+        return Step(state, score=Score((1.0, 2.0), True, True))
+
+
+class NoBytes(Talk):
+    def step(self, state, completion, finished):
+        return Step(state, Reply((Media("image", "a/b.png"),)))
+
+
+class Cancelled(Talk):
+    async def step(self, state, completion, finished):
+        raise asyncio.CancelledError
+
+
 class Slow(Talk):
     async def step(self, state, completion, finished):
         await asyncio.sleep(30)
@@ -194,7 +215,14 @@ class NeverBegins(Talk):
 @pytest.mark.parametrize(
     "dialogue, complaint",
     [
-        (NoStep(), "TypeError: step gave str, not a Step"),
+        (NoStep(), "TypeError: step gave str 'no', not a Step whose score is a Score or None"),
+        (NoScore(), "TypeError: step gave Step "),
+        (TooMany(), "ValueError: score gave 2 components: should be 1"),
+        (
+            NoBytes(),
+            "TypeError: row 4, reply to turn 1, part 0: Media('image', data of type str): should be a kind and",
+        ),
+        (Cancelled(), "RuntimeError: CancelledError"),
         (NoReply(), "TypeError: row 4, reply to turn 1, part 0: of type int, not a text, a Pillow image or Media"),
         (NoPicture(), "MediaError: row 4, reply to turn 1, part 0: not a picture in any of the formats"),
         (Slow(), "TimeoutError: took more than 1 s"),

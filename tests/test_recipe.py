@@ -188,7 +188,7 @@ def test_round_trip_of_strings_that_yaml_or_omegaconf_would_read(write, text):
         ("extends: {a: b}", "extends = {'a': 'b'} in a.yaml: should be a path or a list of paths"),
         (MINIMAL + "run_dir: ${nowhere}", "a.yaml: Interpolation key 'nowhere' not found"),
         (MINIMAL + "run_dir: ???", "a.yaml: Missing mandatory value: run_dir"),
-        (MINIMAL + "1: x", "unknown key '1' in a.yaml: should be one of seed, run_dir, steps, eval_only"),
+        (MINIMAL + "1: x", "unknown key '1' in a.yaml: should be one of seed, run_dir, steps, allow_dataset_change"),
         (
             MINIMAL + "algorithm.epochs: 2",
             "unknown key 'algorithm.epochs' in a.yaml: dots are for overrides, a file nests its keys",

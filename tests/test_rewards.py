@@ -20,7 +20,7 @@ parallel_state = lazy("megatron.core.parallel_state")
 
 
 def _judged(groups, score, decode, options):
-    scorer = rewards.Scorer(score, decode, 2)
+    scorer = rewards.Scorer(score, decode)
     judge = rewards.Judge(scorer, rewards.RewardOptions(4, **options))
     return judge(groups, parallel_state.get_tensor_and_context_parallel_group()), scorer
 

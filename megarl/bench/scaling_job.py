@@ -144,6 +144,10 @@ def _loss(row: PackedRow, log_probs, entropy):
     return -log_probs.sum(), log_probs.detach().sum()
 
 
+def _no_conversation(*_) -> EncodedPrompt:
+    raise AssertionError("a rollout of this batch has one turn")
+
+
 def main(arguments: list[str]) -> None:
     answers, rounds, path, *overrides = arguments
     recipe = load_recipe(path, overrides)
@@ -160,7 +164,3 @@ def main(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.exit(launch.command(main, sys.argv[1:]))
-
-
-def _no_conversation(*_) -> EncodedPrompt:
-    raise AssertionError("a rollout of this batch has one turn")

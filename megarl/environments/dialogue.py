@@ -2,7 +2,7 @@
 
 import io
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from PIL import Image
 
@@ -94,6 +94,8 @@ def _part(part: Any, name: str) -> dict[str, Any]:
         part = Media("image", stream.getvalue())
     if not isinstance(part, Media):
         raise TypeError(f"{name}: {_kind(part)}, not a text, a Pillow image or Media")
+    if part.kind not in get_args(Kind) or not isinstance(part.data, bytes):
+        raise TypeError(f"{name}: Media({part.kind!r:.20}, data {_kind(part.data)}): should be a kind and bytes")
     return {"type": part.kind, part.kind: MediaSource(part.kind, name, data=part.data)}
 
 

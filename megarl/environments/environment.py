@@ -32,7 +32,9 @@ class Graded:
         grade: Grade = self.grader.grade(given, attempt.answer, attempt.question)
         well_formed = self.format(text)
         components = grade.credit, self.format_reward * well_formed
-        return Score(components, grade.correct, well_formed, answer=given if grade.answer is None else grade.answer)
+        return Score(
+            components, grade.correct, well_formed, answer=given.strip() if grade.answer is None else grade.answer
+        )
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,8 @@ class EnvironmentSpecs:
     default: EnvironmentSpec | None
     """Of sources that have none of their own; None: there is none for them."""
     sources: Mapping[str, EnvironmentSpec] = field(default_factory=dict)
+    dialogue: "DialogueSpec | None" = None
+    """Built too, where it is only asked whether all can be."""
 
     @property
     def bounded(self) -> bool:
@@ -81,6 +83,8 @@ class EnvironmentSpecs:
         Raises:
             UserError: a user's own cannot be made.
         """
+        if self.dialogue is not None:
+            self.dialogue.build()
         sources = {source: spec.build() for source, spec in self.sources.items()}
         return BySource(self.default and self.default.build(), sources)
 

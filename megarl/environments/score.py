@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
 
@@ -89,8 +89,11 @@ def checked(given: Score, components: int) -> Score:
     """
     if given.error is not None:
         return failed(components, str(given.error))
-    numbers = finite(given.components, components)
-    return replace(given, components=numbers, correct=bool(given.correct), well_formed=bool(given.well_formed))
+    several = isinstance(given.components, Sequence) and not isinstance(given.components, str | bytes)
+    numbers = finite(given.components if several else (given.components,), components)
+    if not isinstance(given.answer, str | None):
+        raise ValueError(f"the answer of a Score is {shown(given.answer)}: should be a text or None")
+    return Score(numbers, bool(given.correct), bool(given.well_formed), answer=given.answer)
 
 
 def finite(given: Sequence[Any], components: int) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import struct
@@ -18,8 +19,10 @@ from megarl.environments.worker import Ready, Refused, late
 from megarl.errors import UserError
 
 _PROGRAM = "import sys; from megarl.environments.worker import main; main(*map(int, sys.argv[1:]))"
-_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC")
-"""What torchrun's environment begins with: such a process is no rank of the job."""
+_LAUNCHER = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|LOCAL_RANK|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|TORCH_NCCL_ASYNC.*)"
+)
+"""torchrun's environment: such a process is no rank of the job."""
 START_SECONDS = 300.0
 """In which a process must have imported and made its environment."""
 _STARTS = 3
@@ -179,7 +182,7 @@ class _Worker:
             # One that is stuck reads nothing, and one that is killed may have said half of something.
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 10, 0))
-            environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER)}
+            environment = {k: v for k, v in os.environ.items() if not _LAUNCHER.fullmatch(k)}
             environment["PYTHONPATH"] = os.pathsep.join(sys.path)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid())],

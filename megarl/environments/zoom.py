@@ -17,6 +17,8 @@ _SCALE = 1000
 """Qwen3-VL's coordinates are thousandths of the picture's width and height."""
 _SMALLEST = 4
 """Pixels of a side below which a part shows nothing."""
+_THINNEST = 100
+"""Times that a side is as long as the other; Qwen's processors refuse 200."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ def _part(prompt: Prompt, text: str) -> Image.Image:
     right, lower = -int(-box[2] * width // _SCALE), -int(-box[3] * height // _SCALE)
     if right - left < _SMALLEST or lower - upper < _SMALLEST:
         raise ValueError(f"bbox_2d should have x1 < x2 and y1 < y2, at least {_SMALLEST} pixels apart")
+    if max(right - left, lower - upper) > _THINNEST * min(right - left, lower - upper):
+        raise ValueError(f"a side of bbox_2d should be at most {_THINNEST} times the other, in pixels")
     factor = (width * height / ((right - left) * (lower - upper))) ** 0.5
     size = max(1, round((right - left) * factor)), max(1, round((lower - upper) * factor))
     return picture.crop((left, upper, right, lower)).resize(size, Image.Resampling.BICUBIC)

@@ -7,6 +7,7 @@ it within a second, so that none of them waits in a collective for a peer that i
 killed its siblings on the machine say so.
 """
 
+import contextlib
 import gc
 import os
 import signal
@@ -144,6 +145,9 @@ class _FailureWatch:
             prefix = "megarl: error: " if int(code) == USER_ERROR else "megarl: "
             print(f"{prefix}{message}", file=sys.stderr, flush=True)
             store.set(_SAID, "")
+        else:
+            with contextlib.suppress(RuntimeError):  # as in `announce`: rank 0 first
+                store.wait([_SAID], timedelta(seconds=_LAST_WORDS_SECONDS))
         sys.stdout.flush()
         # The main thread may sit in a collective that nothing but the end of the process leaves.
         os._exit(int(code))

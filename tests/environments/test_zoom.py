@@ -64,6 +64,11 @@ def test_a_call_that_was_cut_off_is_not_followed():
         ({"bbox_2d": [0, 0, True, 9]}, {}, "bbox_2d should be four numbers in 0 .. 1000"),
         ({"bbox_2d": [float("nan"), 0, 9, 9]}, {}, "bbox_2d should be four numbers in 0 .. 1000"),
         ({"bbox_2d": [500, 0, 500, 900]}, {}, "bbox_2d should have x1 < x2 and y1 < y2, at least 4 pixels apart"),
+        (
+            {"bbox_2d": [0, 0, 1000, 50]},
+            {"pictures": ((1000, 100),)},
+            "a side of bbox_2d should be at most 100 times the other, in pixels",
+        ),
         ({"bbox_2d": [0, 0, 9, 9], "img_idx": 1}, {}, "img_idx should be in 0 .. 0"),
         ({"bbox_2d": [0, 0, 9, 9], "img_idx": "0"}, {}, "img_idx should be in 0 .. 0"),
         ({"bbox_2d": [0, 0, 9, 9]}, {"name": "shell"}, f"there is no tool of that name, only {TOOL}"),
