@@ -44,6 +44,7 @@ def test_a_row_is_a_line_with_all_its_fields(tmp_path):
         "ids": [5, 6],
         "engine_logprobs": [-0.123457, 0.0],
         "trainer_logprobs": [-0.123457, None],
+        "turns": 1,
     }
     assert b"-0.0," not in path.read_bytes()
 
