@@ -3,7 +3,6 @@
 What was sampled and what was said to it stay one sequence, token for token; all that was sampled is trained on.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +14,10 @@ from megarl.environments.score import Score, checked, failed, reason_of, shown
 from megarl.errors import MediaError, PromptError
 from megarl.media.item import EncodedPrompt
 from megarl.parallel.agreement import any_rank
-from megarl.rollout.engine import Extend, Rollout, Turn
+from megarl.rollout.engine import Extend, Generate, Rollout, Turn
+from megarl.rollout.sampling import named_key
 
 Groups = list[list[Rollout]]
-Generate = Callable[[list[EncodedPrompt], list[int]], Groups | None]
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class Conversations:
     Args:
         decode: `(ids) -> text`, without the stop token.
         extend: the prompt of the next turn.
-        generate: `(prompts, keys) -> groups of one rollout`, or None on all ranks where it was interrupted.  Collective
-            over all ranks of the job.
+        generate: the next turns.
         components: of each verdict.
         decided: `(make)` to what `make()` gives on one rank of those that share these prompts.  Collective over them.
     """
@@ -64,7 +62,7 @@ class Conversations:
         rollouts = [rollout for group in groups for rollout in group]
 
         def seeds(turn: int) -> list[int]:
-            return [_seed(keys[i // group_size], i % group_size, turn) for i in range(len(rollouts))]
+            return [named_key(keys[i // group_size], i % group_size, turn) for i in range(len(rollouts))]
 
         states = self._begin(rollouts, seeds(0))
         going = list(range(len(rollouts)))
@@ -135,9 +133,3 @@ class Conversations:
                 states[i] = step.state
                 found.append((verdict, reply))
         return found
-
-
-def _seed(key: int, member: int, turn: int) -> int:
-    """63 bits of their own for each turn of each rollout."""
-    digest = hashlib.blake2b(f"{key}/{member}/{turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

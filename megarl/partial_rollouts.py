@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.media.item import EncodedPrompt
-from megarl.rollout.engine import Rollout
-
-type Generate = Callable[[list[EncodedPrompt], list[int]], list[list[Rollout]] | None]
+from megarl.rollout.engine import Generate, Rollout
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,7 @@ class PartialRollouts:
 
     Args:
         begin: `(numbers) -> prompts` of groups that begin.
-        generate: `(prompts, keys)` to groups of one rollout of at most `tokens_per_round` new tokens, or None on all
-            ranks where it was interrupted.  Collective over all ranks of the job.
+        generate: at most `tokens_per_round` new tokens of each.
         key: `(number, member)` to what decides a rollout's draws.
         mine: whether a group's prompt is sampled here.
         done_anywhere: the numbers in the lists of all ranks, sorted.  Collective.

@@ -1,6 +1,5 @@
 """Everything that a run holds, built from its recipe."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megarl.conversation import Conversations, Generate, Limits
+from megarl.conversation import Conversations, Limits
 from megarl.data.answers import AnswerPool, best_constants
 from megarl.data.checked import Ranks
 from megarl.data.curriculum import CurriculumSampler, SolveRates
@@ -50,8 +49,9 @@ from megarl.parallel.agreement import from_first, gathered
 from megarl.parallel.engines import EngineGroups, resharded_groups, shared_groups
 from megarl.recipe import Recipe
 from megarl.rewards import Batch, Judge, Scorer
-from megarl.rollout.engine import Rollout, RolloutEngine
+from megarl.rollout.engine import Generate, Rollout, RolloutEngine
 from megarl.rollout.exchange import balance
+from megarl.rollout.sampling import named_key
 from megarl.rollout.sync import ReshardedWeights, SharedWeights, WeightSync
 from megarl.startup import (
     architecture,
@@ -503,9 +503,7 @@ def start_ranks() -> Ranks:
         return gathered(value, group)
 
     def broadcast(value: Any) -> Any:
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=group)
-        return values[0]
+        return from_first(lambda: value, group)
 
     return Ranks(dist.get_rank(), dist.get_world_size(), gather, broadcast)
 
@@ -558,5 +556,4 @@ def _refuse_few_prompts(recipe: Recipe, prompts: int) -> None:
 
 def draw_key(seed: int, purpose: str, step: int, place: int) -> int:
     """63 bits that decide the draws of one prompt's rollouts: the same under every layout and after a resume."""
-    digest = hashlib.blake2b(f"{seed}/{purpose}/{step}/{place}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return named_key(seed, purpose, step, place)

@@ -128,6 +128,11 @@ class Rollout:
         return cls(prompt, **sampled)
 
 
+Generate = Callable[[list[EncodedPrompt], list[int]], list[list[Rollout]] | None]
+"""`(prompts, keys)` to groups of one rollout, or None on all ranks where it was interrupted.  Collective over all ranks
+of the job."""
+
+
 @dataclass(frozen=True)
 class _Live:
     """A generation between `start` and `collect`."""

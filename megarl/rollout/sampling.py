@@ -5,6 +5,7 @@ The same rollout is sampled the same way whatever else is in the batch, on every
 after a resume.  `Sampler.sample_kernel` is where the engine's log-probabilities come from.
 """
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,12 @@ class SamplingOptions:
     """Smallest set of tokens with this probability is kept; 1 keeps all."""
     top_k: int = 0
     """Most probable tokens kept; 0 keeps all."""
+
+
+def named_key(*parts: int | str) -> int:
+    """63 bits for what these parts name together: equal in every process and release."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def group_keys(keys: np.ndarray, group_size: int) -> np.ndarray:
