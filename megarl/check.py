@@ -14,7 +14,7 @@ from megarl.data.generators.registry import check_options
 from megarl.environments.registry import DIALOGUES
 from megarl.environments.workers import Workers
 from megarl.errors import UserError
-from megarl.layout import check_context, check_experts, check_heads, check_ring, check_router_replay
+from megarl.layout import check_context, check_experts, check_heads, check_router_replay
 from megarl.models.families import FAMILIES
 from megarl.models.hf_config import hf_config
 from megarl.recipe import (
@@ -367,8 +367,7 @@ def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":
     check_parts(recipe.model, config)
     check_perception(recipe.algorithm, config)
     check_heads(config, recipe.parallel.tensor_model_parallel_size)
-    check_context(config, recipe.parallel.tensor_model_parallel_size, recipe.parallel.context_parallel_size)
-    check_ring(config, recipe.parallel.cp_comm_type)
+    check_context(config, recipe.parallel)
     check_experts(config, recipe.parallel)
     check_router_replay(config, recipe.algorithm.router_replay)
     if recipe.rollout.parallel is not None:

@@ -29,9 +29,17 @@ def check_heads(config: "PreTrainedConfig", tensor_parallel: int, section: str =
         raise UserError(f"{asked}: should divide, or be a multiple of, {key} = {groups}")
 
 
-def check_context(config: "PreTrainedConfig", tensor_parallel: int, context_parallel: int) -> None:
-    """Refuses attention heads that do not divide over the context-parallel ranks, which share those of a
-    tensor-parallel rank; key-value heads are repeated until they do."""
+def check_context(config: "PreTrainedConfig", parallel: ParallelSection) -> None:
+    """Refuses a ring for a model that sees, and for Ulysses heads that do not divide over the context-parallel ranks,
+    which share those of a tensor-parallel rank; key-value heads are repeated until they do."""
+    tensor_parallel, context_parallel = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    if parallel.cp_comm_type == "p2p":
+        if FAMILIES[config.model_type].media:
+            raise UserError(
+                f"parallel.cp_comm_type = 'p2p': should be 'a2a' (Ulysses) for a {config.model_type}: a ring is for "
+                "text alone, and one over pictures and videos was not proved"
+            )
+        return
     text = config.get_text_config()
     heads = text.num_attention_heads // tensor_parallel
     groups = max(1, text.num_key_value_heads // tensor_parallel)
@@ -39,15 +47,6 @@ def check_context(config: "PreTrainedConfig", tensor_parallel: int, context_para
         raise UserError(
             f"parallel.context_parallel_size = {context_parallel}: should divide the heads of a tensor-parallel rank, "
             f"{heads}, which have {groups} key-value heads"
-        )
-
-
-def check_ring(config: "PreTrainedConfig", cp_comm_type: str) -> None:
-    """Refuses rings: a row is cut into contiguous parts, after its media was put in."""
-    if cp_comm_type != "a2a":
-        raise UserError(
-            f"parallel.cp_comm_type = {cp_comm_type!r}: should be 'a2a' (Ulysses) for a {config.model_type}: a ring "
-            "wants each sequence cut into zigzag parts, and rows are cut as wholes, after their media was put in"
         )
 
 

@@ -26,10 +26,14 @@ def model_options(recipe: Recipe) -> ModelOptions:
     """How this machine builds the recipe's model.
 
     Raises:
-        UserError: its kernels cannot compute in the type that the recipe asks for.
+        UserError: its kernels cannot compute in the type, or attend in the way, that the recipe asks for.
     """
     if recipe.model.dtype == "float32" and kernels().attention == "flash-attn-4":
         raise UserError("model.dtype = 'float32': FlashAttention-4 takes bfloat16 only; should be 'bfloat16' or 'auto'")
+    if recipe.parallel.cp_comm_type == "p2p" and not kernels().te:
+        raise UserError(
+            "parallel.cp_comm_type = 'p2p': the ring is transformer-engine's, which is not here; should be 'a2a'"
+        )
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(recipe.model.dtype)
     return ModelOptions(
         dtype=dtype or (torch.bfloat16 if kernels().gpu else torch.float32),
@@ -37,6 +41,7 @@ def model_options(recipe: Recipe) -> ModelOptions:
         context_parallel_size=recipe.parallel.context_parallel_size,
         expert_model_parallel_size=recipe.parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=recipe.parallel.expert_tensor_parallel_size,
+        cp_comm_type=recipe.parallel.cp_comm_type,
         vision_dp_when_cp=recipe.parallel.vision_dp_when_cp,
         sequence_parallel=recipe.parallel.sequence_parallel,
         recompute=recipe.training.recompute == "full",

@@ -39,6 +39,7 @@ from megarl.environments.registry import (
     wrong_option,
 )
 from megarl.errors import UserError, one_line
+from megarl.packing.alignment import Alignment
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -100,14 +101,19 @@ class ParallelSection(Section):
     """Ranks that share the layers; only 1."""
     context_parallel_size: PositiveInt = 1
     """Ranks that share the tokens of a row; in rollouts each of them is an engine of its own."""
-    cp_comm_type: Literal["a2a", "p2p", "all_gather", "a2a+p2p"] = "a2a"
-    """How these ranks attend to each other's tokens; only `a2a` (Ulysses)."""
+    cp_comm_type: Literal["a2a", "p2p"] = "a2a"
+    """How these ranks attend to each other's tokens: Ulysses, or transformer-engine's ring, for text alone."""
     vision_dp_when_cp: bool = True
     """These ranks encode a part of a row's pictures and frames each and gather the features; else all of them each."""
     expert_model_parallel_size: PositiveInt = 1
     """Ranks that share the experts of a layer, each of them with rows and requests of its own."""
     expert_tensor_parallel_size: PositiveInt = 1
     """Ranks that share the weights of each expert."""
+
+    @property
+    def alignment(self) -> Alignment:
+        """What rows are packed for."""
+        return Alignment.of(self.tensor_model_parallel_size, self.context_parallel_size, self.cp_comm_type)
 
     @property
     def model_parallel_size(self) -> int:
@@ -748,9 +754,9 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
     )
     yield from _engine_conflicts(r)
     yield (
-        r.training.tokens_per_row % (tensor_parallel * r.parallel.context_parallel_size) > 0,
+        r.training.tokens_per_row % r.parallel.alignment.multiple > 0,
         "training.tokens_per_row parallel.tensor_model_parallel_size parallel.context_parallel_size",
-        "should be a multiple of tensor times context parallel size",
+        f"should be a multiple of {r.parallel.alignment.multiple}, which cuts into their parts",
     )
 
     yield (

@@ -34,7 +34,8 @@ def start(*arguments, processes: int | None = None, cwd: Path | None = None) -> 
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     module = [*torchrun, "-m", *arguments] if processes else list(arguments)
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    found = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment |= {"PYTHONPATH": os.pathsep.join(found), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", *map(str, module)],
         stdout=subprocess.PIPE,

@@ -6,13 +6,14 @@ import torch
 from megatron.core import parallel_state
 
 from megarl.models.build import ModelOptions, Policy, empty_copy, load_policy
+from megarl.packing.alignment import Alignment
 from megarl.packing.rows import PackedRow, TokenSequence, by_member, pack
 from megarl.parallel.engines import resharded_groups, shared_groups
 from megarl.rollout.engine import EngineOptions, RolloutEngine
 from megarl.rollout.sampling import SamplingOptions
 from megarl.rollout.sync import ReshardedWeights, SharedWeights
 from megarl.run import Parts
-from megarl.training.trainer import OptimizerOptions, Trainer, row_multiple
+from megarl.training.trainer import OptimizerOptions, Trainer
 from megarl.verify.gradients import named_gradients
 from tests import tiny
 
@@ -78,7 +79,8 @@ def begin(built: Trainer, learning_rate: float, **options) -> None:
 
 
 def rows(sequences: list[TokenSequence], tokens_per_row: int = tiny.LONGEST) -> list[PackedRow]:
-    return pack(sequences, tokens_per_row, tiny.MERGE, row_multiple())
+    ranks = parallel_state.get_tensor_and_context_parallel_world_size()
+    return pack(sequences, tokens_per_row, tiny.MERGE, Alignment(ranks))
 
 
 def score(built: Trainer, sequences: list[TokenSequence], **options) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ from megarl.check import (
 from megarl.errors import UserError
 from megarl.layout import check_context, check_experts, check_heads, check_router_replay
 from megarl.models.hf_config import hf_config
-from megarl.recipe import Recipe, load_recipe
+from megarl.recipe import ParallelSection, Recipe, load_recipe
 
 DIGITS = str(Path(__file__).parent.parent / "recipes" / "digits.yaml")
 KIB, MIB = 2**10, 2**20
@@ -165,11 +165,11 @@ def test_module_runs_as_a_command():
         ),
         (
             ["parallel.cp_comm_type=p2p", "parallel.context_parallel_size=2", "--world-size", "2"],
-            "parallel.cp_comm_type = 'p2p': should be 'a2a' (Ulysses) for a qwen3_vl: a ring wants each sequence",
+            "parallel.cp_comm_type = 'p2p': should be 'a2a' (Ulysses) for a qwen3_vl: a ring is for text alone",
         ),
         (
             ["parallel.cp_comm_type=ulysses"],
-            "parallel.cp_comm_type = 'ulysses' in override 'parallel.cp_comm_type=ulysses': should be 'a2a', 'p2p', ",
+            "parallel.cp_comm_type = 'ulysses' in override 'parallel.cp_comm_type=ulysses': should be 'a2a' or 'p2p'",
         ),
         (
             ["environment={name: 'no.such:Reward', format: null, format_reward: 0}"],
@@ -255,10 +255,15 @@ def test_heads_that_do_not_divide(config):
 
 def test_heads_that_do_not_divide_over_context_parallel_ranks(config):
     """Of 4 heads and 4 key-value heads."""
-    check_context(config, 2, 2)
+
+    def check(tensor_parallel, context_parallel):
+        sizes = dict(tensor_model_parallel_size=tensor_parallel, context_parallel_size=context_parallel)
+        check_context(config, ParallelSection(**sizes))
+
+    check(2, 2)
     for tensor_parallel, context_parallel in ((1, 3), (2, 4)):
         with pytest.raises(UserError, match=f"parallel.context_parallel_size = {context_parallel}: should divide"):
-            check_context(config, tensor_parallel, context_parallel)
+            check(tensor_parallel, context_parallel)
 
 
 # Experts

@@ -1,6 +1,7 @@
 """Whole runs whose rollouts are conversations, with the dialogue that docs/conversations.md shows."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -17,7 +18,7 @@ BLOCKS = dict(re.findall(r"```(python|yaml)\n(.*?)```", (ROOT / "docs" / "conver
 def talking(tmp_path, recipe, monkeypatch, code=BLOCKS["python"]) -> Path:  # noqa: F811
     """A recipe of a few steps with the documented example."""
     (tmp_path / "second_look.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.syspath_prepend(tmp_path)
     example = yaml.safe_load(BLOCKS["yaml"])
     base = yaml.safe_load(recipe.read_text())

@@ -35,7 +35,7 @@ class Fails:
 def recipe(tmp_path_factory):
     """Two steps of the digits recipe, without its environment."""
     folder = tmp_path_factory.mktemp("environments")
-    write_digits(folder / "digits")
+    write_digits(folder / "digits", scans=200)
     values = yaml.safe_load((ROOT / "recipes" / "digits.yaml").read_text())
     del values["environment"], values["warmup"]
     values |= {"steps": 2, "data": values["data"] | {"path": str(folder / "digits")}}

@@ -17,7 +17,7 @@ from tests.test_train import DIGITS
 def run(tmp_path_factory):
     """The folder of a run of one step."""
     folder = tmp_path_factory.mktemp("exported")
-    write_digits(folder / "digits")
+    write_digits(folder / "digits", scans=200)
     sizes = ["steps=1", "warmup=null", "optimizer.warmup_steps=0", "algorithm.prompts_per_step=4", "evaluation.every=0"]
     overrides = [f"run_dir={folder / 'run'}", f"data.path={folder / 'digits'}", "evaluation.max_prompts=4", *sizes]
     result = commands.fork(folder, DIGITS, *overrides)

@@ -24,7 +24,7 @@ SMALL = (
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "digits"
-    write_digits(folder)
+    write_digits(folder, scans=400)
     return folder
 
 

@@ -31,7 +31,7 @@ RESULTS = re.compile(r"(reward|rollout|policy|optimizer|mismatch|eval)/")
 def digits(tmp_path_factory):
     """The data folder, made once."""
     folder = tmp_path_factory.mktemp("data") / "digits"
-    write_digits(folder)
+    write_digits(folder, scans=200)  # every run looks at each of them
     return folder
 
 
@@ -77,8 +77,8 @@ def test_last_line(finished):
     match = LAST_LINE.fullmatch(result.out.splitlines()[-1])
     assert match, result.out
     last = metrics(folder)[-1]
-    assert float(match[1]) == pytest.approx(last["eval/accuracy"], abs=5e-4)
-    assert float(match[2]) == pytest.approx(last["eval/chance"], abs=5e-4)
+    assert float(match[1]) == pytest.approx(last["eval/accuracy"], abs=6e-4)
+    assert float(match[2]) == pytest.approx(last["eval/chance"], abs=6e-4)
     assert (int(match[3]), match[5]) == (STEPS, str(folder))
 
 
@@ -109,7 +109,7 @@ def test_run_folder(finished):
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["latest", f"rl_{STEPS:06d}"]
     assert not list(folder.rglob("*.partial")) and not list(folder.glob("rejected_*"))
     checked = [json.loads((folder / f"data_{split}.json").read_text()) for split in ("train", "test")]
-    assert [(report["rows"], report["accepted"]) for report in checked] == [(1437, 1437), (360, 360)]
+    assert [(report["rows"], report["accepted"]) for report in checked] == [(160, 160), (40, 40)]
     assert len({report["content_sha256"] for report in checked}) == 2
 
 
@@ -403,7 +403,7 @@ def test_refusal_two_processes(tmp_path):
         (["rollout.stop=['<|nothing|>']"], ["rollout.stop", "<|nothing|>"]),
         (["model.config.text_config.hidden_sise=3"], ["hidden_sise"]),
         (["rollout.max_new_tokens=1"], ["warmup", "answer '0' has 2 tokens", "rollout.max_new_tokens = 1"]),
-        (["data.max_prompt_tokens=4"], ["train.jsonl", "1437 of 1437", "max_prompt_tokens = 4"]),
+        (["data.max_prompt_tokens=4"], ["train.jsonl", "160 of 160", "max_prompt_tokens = 4"]),
     ],
     ids=str,
 )

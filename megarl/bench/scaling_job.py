@@ -7,7 +7,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import megarl.platform.prepare  # noqa: F401
@@ -31,7 +31,7 @@ from megarl.rollout.engine import Rollout
 from megarl.rollout.exchange import balance
 from megarl.startup import prepare_checkpoint
 from megarl.training.reduce import over_data_parallel
-from megarl.training.trainer import Trainer, row_multiple
+from megarl.training.trainer import Trainer
 
 GROUPS, GROUP_SIZE, PROMPT_TOKENS = 16, 4, 16
 _LONGEST = 256
@@ -51,7 +51,7 @@ class Measured:
     padding: tuple[float, float]
     """Share of places that no sample fills: in packed rows, and in one batch padded to its longest sample."""
     vision_seconds: tuple[float, float] | None
-    """Of a step on pictures and video with the tower's work spread over context-parallel ranks, and without."""
+    """Of a step on `media_batch` with the tower's work spread over context-parallel ranks, and without."""
 
 
 def measure(policy: Policy, trainer: Trainer, tokens_per_row: int, rounds: int) -> Measured:
@@ -71,19 +71,13 @@ def measure(policy: Policy, trainer: Trainer, tokens_per_row: int, rounds: int) 
         before, places, places, len(batch), 1, cost, lambda place: batch[place][0].prompt, _no_conversation
     )
     sequences = [rollout.sequence for group in after for rollout in group]
-    rows = pack(sequences, tokens_per_row, model.merge_size, row_multiple(), cost)
+    rows = pack(sequences, tokens_per_row, model.merge_size, trainer.alignment, cost)
     used, held = sum(map(len, sequences)), sum(row.ids.numel() for row in rows)
     used, held = over_data_parallel(torch.tensor([used, held])).tolist()
     lengths = [r.prompt.ids.numel() + r.ids.numel() for group in batch for r in group]
-    vision, media = None, [group[0] for group in batch if group[0].prompt.items]
-    if media and context.group().size() > 1:
-        media_rows = pack(
-            [TokenSequence(one.prompt, one.ids) for one in media],
-            tokens_per_row,
-            model.merge_size,
-            row_multiple(),
-            cost,
-        )
+    vision = None
+    if model.tower is not None and context.group().size() > 1:
+        media_rows = pack(media_batch(policy), tokens_per_row, model.merge_size, trainer.alignment, cost)
         vision = turns(*(_step(trainer, media_rows, spread) for spread in (True, False)), rounds)
     trainer.update(rows, _loss)  # warms up
     return Measured(
@@ -114,6 +108,18 @@ def skewed_batch(policy: Policy, tokens_per_row: int) -> list[list[Rollout]]:
             [_rollout(prompt, int(usual * draws.uniform(0.5, 1.5)), most, vocabulary) for _ in range(GROUP_SIZE)]
         )
     return groups
+
+
+def media_batch(policy: Policy) -> list[TokenSequence]:
+    """Four pictures of 32 x 32 patches and a video of eight frames of that size, the same on every rank."""
+    model, side = policy.model, 16 * policy.model.merge_size
+    torch.manual_seed(2)
+    items = [
+        noise_item(f"large item {number}", (frames, side, side), policy.bridge.hf_pretrained.config.vision_config)
+        for number, frames in enumerate([1, 1, 1, 1, 4])
+    ]
+    prompts = [media_prompt(item, PROMPT_TOKENS, model) for item in items]
+    return [TokenSequence(prompt, torch.randint(model.language_model.vocab_size, (32,))) for prompt in prompts]
 
 
 def _rollout(prompt: EncodedPrompt, length: int, most: int, vocabulary: int) -> Rollout:
@@ -154,7 +160,8 @@ def main(arguments: list[str]) -> None:
     check_world(recipe, launch.world_size())
     launch.start(recipe.parallel.sizes, recipe.seed, cuda_graphs=False)
     torch.set_num_threads(1)  # what is compared is the number of processes
-    policy = load_policy(prepare_checkpoint(recipe, Path(recipe.run_dir)), model_options(recipe))
+    options = replace(model_options(recipe), cuda_graphs=False)  # nothing is sampled
+    policy = load_policy(prepare_checkpoint(recipe, Path(recipe.run_dir)), options)
     trainer = Trainer(policy.model, recipe.rollout.scoring_temperature, recipe.training.log_prob_chunk)
     trainer.begin(rl_optimizer(recipe))
     measured = measure(policy, trainer, recipe.training.tokens_per_row, int(rounds))

@@ -36,6 +36,8 @@ class ModelOptions:
     """Ranks that share the experts of a layer."""
     expert_tensor_parallel_size: int = 1
     """Ranks that share the weights of each expert."""
+    cp_comm_type: str = "a2a"
+    """How context-parallel ranks attend: `a2a`, or `p2p` where transformer-engine is and no media."""
     vision_dp_when_cp: bool = True
     """Context-parallel ranks encode a part of a row's media each and share the features; else all of it each."""
     sequence_parallel: bool = False
@@ -115,6 +117,7 @@ def _megatron_config(bridge: AutoBridge, options: ModelOptions):
         context_parallel_size=options.context_parallel_size,
         expert_model_parallel_size=options.expert_model_parallel_size,
         expert_tensor_parallel_size=options.expert_tensor_parallel_size,
+        cp_comm_type=options.cp_comm_type,
         vision_dp_when_cp=options.vision_dp_when_cp,
         sequence_parallel=options.sequence_parallel,
         params_dtype=options.dtype,

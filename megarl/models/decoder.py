@@ -56,7 +56,7 @@ def language_block_spec(config) -> TransformerBlockSubmodules:
         attention.core_attention = CoreAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = Norm
-    if config.context_parallel_size > 1:
+    if config.context_parallel_size > 1 and config.cp_comm_type != "p2p":  # a ring is transformer-engine's own
         attention.core_attention = ulysses(attention.core_attention)
     layer.module = PolicyLayer
     layer.submodules.self_attention.module = DualSelfAttention

@@ -1,13 +1,14 @@
 """Samples packed into rows: several sequences end to end, each its own attention segment."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megarl.media.item import EncodedPrompt, MediaItem
+from megarl.packing.alignment import ANY_LENGTH, Alignment
 from megarl.packing.balance import even_parts
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class PackedRow:
     items: tuple[MediaItem, ...]
     """Distinct items, in the order of their feature rows."""
     bounds: tuple[int, ...]
-    """Cumulative lengths of the segments; padding at the end is a segment of its own."""
+    """Cumulative lengths of the segments, before `zigzag`.  Padding at the end of a row is a segment of its own; a
+    ring's is at the end of each segment, where no token sees it."""
     predictors: Tensor
     """int64 `[targets]`: the places in the row whose logits predict them."""
     targets: Tensor
@@ -81,7 +83,7 @@ def pack(
     sequences: Sequence[TokenSequence],
     tokens_per_row: int,
     merge_size: int,
-    multiple: int = 1,
+    alignment: Alignment = ANY_LENGTH,
     cost: "CostModel | None" = None,
 ) -> list[PackedRow]:
     """Fills rows: few of them, and of even cost.
@@ -92,22 +94,42 @@ def pack(
 
     Args:
         sequences: none longer than `tokens_per_row`.
-        tokens_per_row: bound of a row's tokens, padding included; a multiple of `multiple`.
+        tokens_per_row: bound of a row's tokens, padding included; a multiple of `alignment.multiple`.
         merge_size: side of the square of patches that becomes one media token.
-        multiple: rows are padded to a multiple of this.
+        alignment: what rows are padded to.
         cost: None counts tokens.
 
     Raises:
         ValueError: a sequence does not fit into a row.
     """
-    bundles = _bundles(sequences, tokens_per_row)
-    lengths = [sum(len(sequences[i]) for i in bundle) for bundle in bundles]
+    held = [_padded(len(sequence), alignment.segment) for sequence in sequences]
+    bundles = _bundles(sequences, held, tokens_per_row)
+    lengths = [sum(held[i] for i in bundle) for bundle in bundles]
     rows = _first_fit_decreasing(lengths, tokens_per_row)
     costs = lengths if cost is None else [cost.row(sequences[i] for i in bundle) for bundle in bundles]
     even = even_parts(costs, len(rows)) if rows else []
     if all(sum(lengths[b] for b in row) <= tokens_per_row for row in even):
         rows = [row for row in even if row]
-    return [_row(sequences, sorted(i for b in row for i in bundles[b]), merge_size, multiple) for row in rows]
+    return [_row(sequences, sorted(i for b in row for i in bundles[b]), merge_size, alignment) for row in rows]
+
+
+def zigzag(bounds: Sequence[int], ranks: int) -> Tensor:
+    """The order in which the ranks of a ring hold a row: int64 `[tokens]`, the place of each token before.
+
+    Each segment is cut into 2n parts, and rank r has parts r and 2n - 1 - r of all of them: under a causal mask, early
+    tokens see little and late ones much, and so each rank has as much to do.  What rank r of n has is the r-th n-th of
+    the row then, as without a ring.  This is how transformer-engine wants packed rows (`thd_get_partitioned_indices`).
+    """
+    order = []
+    for rank in range(ranks):
+        for start, end in zip(bounds, bounds[1:], strict=False):
+            parts = torch.arange(start, end).chunk(2 * ranks)
+            order += [parts[rank], parts[2 * ranks - 1 - rank]]
+    return torch.cat(order)
+
+
+def _padded(tokens: int, multiple: int) -> int:
+    return tokens + -tokens % multiple
 
 
 def by_member(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -120,16 +142,17 @@ def by_member(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> dict[int, 
     return dict(sorted(parts.items()))
 
 
-def _bundles(sequences: Sequence[TokenSequence], tokens_per_row: int) -> list[list[int]]:
+def _bundles(sequences: Sequence[TokenSequence], held: Sequence[int], tokens_per_row: int) -> list[list[int]]:
+    """Of sequences that take `held` tokens each of a row."""
     bundles, before, used = [], None, 0
-    for index, sequence in enumerate(sequences):
-        if len(sequence) > tokens_per_row:
-            raise ValueError(f"a sequence of {len(sequence)} tokens does not fit into a row of {tokens_per_row}")
+    for index, (sequence, tokens) in enumerate(zip(sequences, held, strict=True)):
+        if tokens > tokens_per_row:
+            raise ValueError(f"a sequence of {tokens} tokens does not fit into a row of {tokens_per_row}")
         media = tuple(item.digest for item in sequence.prompt.items)
-        used += len(sequence)
+        used += tokens
         if not media or media != before or used > tokens_per_row:
             bundles.append([])
-            used = len(sequence)
+            used = tokens
         bundles[-1].append(index)
         before = media
     return bundles
@@ -164,8 +187,14 @@ def idle_row(tokens: int) -> PackedRow:
     )
 
 
-def _row(sequences: Sequence[TokenSequence], members: list[int], merge_size: int, multiple: int) -> PackedRow:
+def _row(sequences: Sequence[TokenSequence], members: list[int], merge_size: int, alignment: Alignment) -> PackedRow:
     ids, positions, feature_rows, predictors, bounds = [], [], [], [], [0]
+
+    def pad(tokens: int) -> None:
+        ids.append(torch.zeros(tokens, dtype=torch.long))
+        positions.append(torch.arange(tokens).expand(3, tokens))
+        feature_rows.append(torch.full((tokens,), -1))
+
     start_of: dict[bytes, int] = {}
     items, features = [], 0
     for index in members:
@@ -184,14 +213,14 @@ def _row(sequences: Sequence[TokenSequence], members: list[int], merge_size: int
             rows[whole.media_mask] = torch.cat([torch.arange(s, s + c) for s, c in counts])
         feature_rows.append(rows)
         predictors.append(start + sequences[index].places - 1)
-        bounds.append(start + whole.ids.numel())
-    padding = -bounds[-1] % multiple
-    if padding:
-        ids.append(torch.zeros(padding, dtype=torch.long))
-        positions.append(torch.arange(padding).expand(3, padding))
-        feature_rows.append(torch.full((padding,), -1))
-        bounds.append(bounds[-1] + padding)
-    return PackedRow(
+        held = _padded(whole.ids.numel(), alignment.segment)
+        pad(held - whole.ids.numel())
+        bounds.append(start + held)
+    tokens = _padded(bounds[-1], alignment.multiple)
+    if tokens > bounds[-1]:
+        pad(tokens - bounds[-1])
+        bounds.append(tokens)
+    row = PackedRow(
         ids=torch.cat(ids),
         positions=torch.cat(positions, 1),
         feature_rows=torch.cat(feature_rows),
@@ -202,6 +231,22 @@ def _row(sequences: Sequence[TokenSequence], members: list[int], merge_size: int
         members=tuple(members),
         lengths=tuple(sequences[i].targets.numel() for i in members),
         routing_indices=_routing([sequences[i] for i in members], bounds),
+    )
+    return row if alignment.ring == 1 else _around(row, alignment.ring)
+
+
+def _around(row: PackedRow, ranks: int) -> PackedRow:
+    """The row in the order of a ring."""
+    order = zigzag(row.bounds, ranks)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order))
+    return replace(
+        row,
+        ids=row.ids[order],
+        positions=row.positions[:, order],
+        feature_rows=row.feature_rows[order],
+        predictors=place[row.predictors],
+        routing_indices=None if row.routing_indices is None else row.routing_indices[order],
     )
 
 

@@ -2,7 +2,8 @@
 
 Rank r of n has the places r * T / n to (r + 1) * T / n of a row of T tokens, whatever its segments are.  `shard`
 is the one function that says so: embeddings, media masks, deepstack features and positions all go through it, after
-the media features were merged into the whole row.
+the media features were merged into the whole row.  For a ring, `megarl.packing.rows.zigzag` has put the row into an
+order in which these parts are the ring's.
 """
 
 import torch

@@ -16,7 +16,7 @@ from megarl.packing.rows import PackedRow, TokenSequence, by_member, pack
 from megarl.training.credit import Credit, CreditOptions, Sample, Scored, assign_credit
 from megarl.training.reduce import over_data_parallel
 from megarl.training.reference import ReferencePolicy
-from megarl.training.trainer import Trainer, row_multiple
+from megarl.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class PolicyStep:
 
     def _pack(self, samples: list[Sample]) -> list[PackedRow]:
         sequences = [sample.sequence for sample in samples]
-        return pack(sequences, self._options.tokens_per_row, self._merge_size, row_multiple(), self._cost)
+        return pack(sequences, self._options.tokens_per_row, self._merge_size, self._trainer.alignment, self._cost)
 
 
 def supervised_update(
@@ -175,7 +175,7 @@ def supervised_update(
     cost: CostModel | None = None,
 ) -> float:
     """One update towards the given completions; returns the mean loss per token over all ranks, in nats."""
-    rows = pack(sequences, tokens_per_row, merge_size, row_multiple(), cost)
+    rows = pack(sequences, tokens_per_row, merge_size, trainer.alignment, cost)
 
     def loss(row: PackedRow, log_probs: Tensor, entropy: Tensor):
         total = cross_entropy(log_probs)

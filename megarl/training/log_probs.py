@@ -43,8 +43,10 @@ def token_log_probs(
     group = output_layer.tp_group
     if config.sequence_parallel:
         hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
-    mine, counts = predictors_here(context.predictors, hidden_states.shape[0])
-    hidden = hidden_states[context.predictors[mine] - cp.bounds(hidden_states.shape[0] * len(counts))[0], 0]
+    tokens = hidden_states.shape[0] * cp.group().size()
+    order, counts = predictors_by_rank(context.predictors, tokens)
+    mine = order.split(counts)[cp.group().rank()]
+    hidden = hidden_states[context.predictors[mine] - cp.bounds(tokens)[0], 0]
     if group.size() > 1 and not config.sequence_parallel:
         # Each rank's vocabulary gives a part of the gradient; the gather above sums it otherwise.
         hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
@@ -53,16 +55,16 @@ def token_log_probs(
         checkpoint(_chunk, h, weight, t, first, context.temperature, group, use_reentrant=False)
         for h, t in zip(hidden.split(context.chunk), context.targets[mine].split(context.chunk), strict=True)
     ]
-    return cp.gather_uneven(torch.cat(parts, 1), counts)
+    gathered = cp.gather_uneven(torch.cat(parts, 1), counts)
+    return torch.empty_like(gathered).index_copy(1, order, gathered)
 
 
-def predictors_here(predictors: Tensor, tokens: int) -> tuple[slice, list[int]]:
-    """Which of a row's predictors, which ascend, lie in this context-parallel rank's part of `tokens` tokens, and how
-    many lie in each rank's."""
-    ends = torch.arange(cp.group().size() + 1, device=predictors.device) * tokens
-    cuts = torch.searchsorted(predictors, ends).tolist()
-    rank = cp.group().rank()
-    return slice(cuts[rank], cuts[rank + 1]), [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
+def predictors_by_rank(predictors: Tensor, tokens: int) -> tuple[Tensor, list[int]]:
+    """Where in `predictors` those are that lie in the first context-parallel rank's part of a row of `tokens` tokens,
+    then in the second's, and so on, in order; and how many lie in each."""
+    ranks = cp.group().size()
+    owner = predictors * ranks // tokens
+    return owner.argsort(stable=True), owner.bincount(minlength=ranks).tolist()
 
 
 def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, first: int, temperature: float, group) -> Tensor:

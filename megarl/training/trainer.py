@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -17,10 +16,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megarl.models.router_replay import RowReplay
+from megarl.packing.alignment import Alignment
 from megarl.packing.rows import PackedRow, idle_row
 from megarl.parallel import context as cp
 from megarl.parallel import experts
-from megarl.training.log_probs import LogProbRequest, predictors_here, token_log_probs
+from megarl.training.log_probs import LogProbRequest, predictors_by_rank, token_log_probs
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,12 @@ class Trainer:
         )
         self._config.finalize_model_grads_func = finalize_model_grads
         self._forward_backward = get_forward_backward_func()
+
+    @property
+    def alignment(self) -> Alignment:
+        """What the rows that it is given are packed for."""
+        c = self._config
+        return Alignment.of(c.tensor_model_parallel_size, c.context_parallel_size, c.cp_comm_type)
 
     def begin(self, options: OptimizerOptions) -> None:
         """Starts a phase of training with a fresh optimizer and schedule."""
@@ -187,7 +193,7 @@ class Trainer:
     def _run(self, rows: Sequence[PackedRow], result, forward_only: bool, twin=None) -> list:
         """What `result` makes of each row.  Ranks that share experts run equally many microbatches: who has fewer
         rows adds idle ones, which weigh nothing."""
-        idle = [idle_row(row_multiple())] * (experts.most(len(rows), self.model.pg_collection.ep) - len(rows))
+        idle = [idle_row(self.alignment.multiple)] * (experts.most(len(rows), self.model.pg_collection.ep) - len(rows))
 
         def forward_step(iterator, model):
             row = next(iterator)
@@ -203,7 +209,7 @@ class Trainer:
                 return result(row, output)
             loss, sums = result(row, output)
             # Megatron adds up the tokens of all ranks: each context-parallel rank counts its own.
-            _, counts = predictors_here(row.predictors, row.ids.numel() // cp.group().size())
+            _, counts = predictors_by_rank(row.predictors, row.ids.numel())
             return loss, torch.tensor(counts[cp.group().rank()], dtype=torch.int, device=self._device), sums
 
         try:
@@ -249,9 +255,3 @@ class Trainer:
                 row.predictors.to(self._device), row.targets.to(self._device), self._temperature, self._chunk
             ),
         )
-
-
-def row_multiple() -> int:
-    """What a packed row's tokens must be a multiple of: context-parallel size, and under sequence parallelism
-    tensor-parallel size times it."""
-    return parallel_state.get_tensor_model_parallel_world_size() * parallel_state.get_context_parallel_world_size()

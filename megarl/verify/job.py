@@ -28,7 +28,7 @@ from megarl.rollout.spread import generate_spread
 from megarl.run import build_parts, draw_key
 from megarl.startup import load_processor, prepare_checkpoint, prepare_data, stop_tokens
 from megarl.training.reduce import over_data_parallel
-from megarl.training.trainer import Trainer, row_multiple
+from megarl.training.trainer import Trainer
 from megarl.verify.cases import Case, advantages, first_prompts, loss
 from megarl.verify.gradients import named_gradients
 
@@ -46,9 +46,9 @@ class Training:
         """Rows as the run packs them, or one case a row; `members` are places in the list of all cases."""
         places = list(cases)
         sequences = [TokenSequence(case.prompt, case.completion, case.routing_indices) for case in cases.values()]
-        merge_size = self.policy.model.merge_size
+        shape = self.tokens_per_row, self.policy.model.merge_size, self.trainer.alignment
         parts = [sequences] if packed else [[sequence] for sequence in sequences]
-        rows = [row for part in parts for row in pack(part, self.tokens_per_row, merge_size, row_multiple())]
+        rows = [row for part in parts for row in pack(part, *shape)]
         if not packed:
             return [replace(row, members=(place,)) for place, row in zip(places, rows, strict=True)]
         return [replace(row, members=tuple(places[member] for member in row.members)) for row in rows]

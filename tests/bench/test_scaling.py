@@ -34,7 +34,7 @@ def test_layouts_share_one_skewed_batch(ranks, checkpoint):
 
 def _measure(checkpoint):
     policy = policies.policy(checkpoint)
-    measured = scaling_job.measure(policy, policies.trainer(policy.model), 600, rounds=1)
+    measured = scaling_job.measure(policy, policies.trainer(policy.model), 1200, rounds=1)
     return SimpleNamespace(**asdict(measured))  # its own class would bring Megatron into the test's process
 
 

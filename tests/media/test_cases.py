@@ -15,6 +15,7 @@ from megarl.errors import ExpansionError, PromptTooLong
 from megarl.media.encoder import Encoder
 from megarl.media.options import MediaOptions, VideoOptions
 from megarl.models.qwen3_vl.positions import mrope_positions
+from megarl.packing.alignment import Alignment
 from megarl.packing.rows import TokenSequence, pack
 from tests.media.files import write_clip
 from tests.media.prompts import conversation, encode, media, reference, user
@@ -106,7 +107,7 @@ def test_truncation_sees_whole_samples(tiny, tmp_path):
 def test_padding_is_on_one_side_for_all(tiny):
     """Left-padded ids, right-padded media markers: pictures land on padding."""
     sequences = [TokenSequence(encode(tiny, user(*parts)), torch.tensor([60])) for parts in [("?", A), (WIDE, "abc")]]
-    (row,) = pack(sequences, 64, 2, multiple=32)
+    (row,) = pack(sequences, 64, 2, Alignment(32))
     n = sum(map(len, sequences))
     assert len(row.ids) == 32 > n and row.bounds[-2:] == (n, 32)
     pads = row.ids[:n] == tiny.image_token_id
@@ -128,7 +129,7 @@ def test_positions_are_packed_with_their_tokens(tiny):
     """3-D positions or media markers are not packed, or padded, with their tokens."""
     prompts = [encode(tiny, user(*parts)) for parts in [("see", A, "?"), (CLIP, WIDE), ("text",), (B, B, "two")]]
     sequences = [TokenSequence(prompt, torch.arange(3) + 50) for prompt in prompts]
-    for row in pack(sequences, 64, 2, multiple=8):
+    for row in pack(sequences, 64, 2, Alignment(8)):
         for place, member in enumerate(row.members):
             part = slice(row.bounds[place], row.bounds[place + 1])
             prompt = prompts[member]

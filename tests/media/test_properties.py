@@ -12,6 +12,7 @@ from megarl.media.image import prepare_image
 from megarl.media.options import VideoOptions
 from megarl.media.video import prepare_video
 from megarl.models.qwen3_vl.positions import mrope_positions
+from megarl.packing.alignment import Alignment
 from megarl.packing.rows import TokenSequence, pack
 from tests.media.prompts import encode, user
 
@@ -148,7 +149,7 @@ def test_packing_and_unpacking_is_the_identity(tiny, samples, multiple, more):
         encoded = encode(tiny, prompt, load_item=load)
         sequences += [TokenSequence(encoded, torch.arange(length) + 4 + place) for place in range(group)]
     bound = -(-(max(map(len, sequences)) + more) // multiple) * multiple
-    rows = pack(sequences, bound, 2, multiple)
+    rows = pack(sequences, bound, 2, Alignment(multiple))
 
     assert sorted(member for row in rows for member in row.members) == list(range(len(sequences)))
     for row in rows:

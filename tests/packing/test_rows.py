@@ -1,7 +1,8 @@
 """Rows hold every token of every sequence once, in order, and say where it is."""
 
+import itertools
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from megarl.media.item import EncodedPrompt, MediaItem
 from megarl.models.qwen3_vl.positions import mrope_positions
 from megarl.packing import rows
+from megarl.packing.alignment import Alignment
 from megarl.packing.cost import CostModel, StackCost
 from megarl.packing.rows import NOT_RECORDED, TokenSequence, pack
 
@@ -45,12 +47,52 @@ sequences = st.lists(
 )
 
 
+@settings(deadline=None)
+@given(sequences, st.sampled_from([(1, 2), (2, 2), (3, 4), (1, 3)]), st.integers(0, 8))
+def test_a_ring(given_sequences, sizes, more):
+    """Rank r of n has parts r and 2n - 1 - r of each segment, cut into 2n; predictors and all that a token has go with
+    their tokens."""
+    alignment = Alignment.of(*sizes, "p2p")
+    ranks, longest = sizes[1], max(map(len, given_sequences))
+    bound = -(-(longest + 8 * more) // alignment.multiple) * alignment.multiple
+    packed = pack(given_sequences, bound, MERGE, alignment)
+    assert sorted(member for row in packed for member in row.members) == list(range(len(given_sequences)))
+    for row in packed:
+        n = row.ids.numel()
+        assert n == row.bounds[-1] <= bound and n % (sizes[0] * ranks) == 0
+        held = [[] for _ in range(ranks)]
+        for start, end in pairwise(row.bounds):
+            size, rest = divmod(end - start, 2 * ranks)
+            assert rest == 0
+            for part in range(2 * ranks):
+                held[min(part, 2 * ranks - 1 - part)] += range(start + part * size, start + (part + 1) * size)
+        place = {token: i for i, token in enumerate(itertools.chain(*held))}
+        predictors = row.split(row.predictors)
+        for number, member in enumerate(row.members):
+            one, start, end = given_sequences[member], row.bounds[number], row.bounds[number + 1]
+            (alone,) = pack([one], longest, MERGE)
+            here = [place[token] for token in range(start, start + len(one))]
+            assert torch.equal(row.ids[here], alone.ids)
+            assert torch.equal(row.positions[:, here], alone.positions)
+            assert torch.equal(row.feature_rows[here] >= 0, alone.feature_rows >= 0)
+            assert predictors[number].tolist() == [here[token] for token in alone.predictors.tolist()]
+            padding = [place[token] for token in range(start + len(one), end)]
+            assert len(padding) < 2 * ranks and (row.feature_rows[padding] == -1).all()
+
+
+def test_experts_go_around_a_ring():
+    one = replace(sequence([4], 3), routing_indices=torch.arange(6)[:, None, None].expand(6, 2, 2))
+    (row,) = pack([one], 8, MERGE, Alignment.of(1, 2, "p2p"))
+    assert row.routing_indices[:, 0, 0].tolist() == [0, 1, NOT_RECORDED, NOT_RECORDED, 2, 3, 4, 5]
+    assert row.predictors.tolist() == [5, 6, 7]
+
+
 def test_earlier_turns_are_targets_too():
     """What was sampled in the middle of a prompt is predicted from the place before it; the rest is not."""
     talk = replace(sequence([3, ITEMS[1], 6], 2), earlier=torch.tensor([5, 6, 9]))
     assert talk.targets.tolist() == [*talk.prompt.ids[[5, 6, 9]].tolist(), 200, 201]
     assert talk.places.tolist() == [5, 6, 9, 11, 12]
-    (row,) = pack([sequence([4], 3), talk, sequence([2], 1)], 64, MERGE, 8)
+    (row,) = pack([sequence([4], 3), talk, sequence([2], 1)], 64, MERGE, Alignment(8))
     predictors = dict(zip(row.members, row.split(row.predictors), strict=True))
     targets = dict(zip(row.members, row.split(row.targets), strict=True))
     start = row.bounds[row.members.index(1)]
@@ -65,7 +107,7 @@ def test_rows(given_sequences, multiple, more):
     """Nothing is lost, doubled or moved; a prompt is followed by its completion at consecutive positions."""
     longest = max(map(len, given_sequences))
     bound = -(-(longest + 8 * more) // multiple) * multiple
-    packed = pack(given_sequences, bound, MERGE, multiple)
+    packed = pack(given_sequences, bound, MERGE, Alignment(multiple))
     assert sorted(member for row in packed for member in row.members) == list(range(len(given_sequences)))
     for row in packed:
         assert list(row.members) == sorted(row.members)
@@ -105,7 +147,7 @@ def test_few_rows_of_even_cost(given_sequences, more):
     (Dosa, 2007), and the dearest row is not dearer than its."""
     bound = max(map(len, given_sequences)) + more
     packed = pack(given_sequences, bound, MERGE, cost=COST)
-    bundles = rows._bundles(given_sequences, bound)
+    bundles = rows._bundles(given_sequences, list(map(len, given_sequences)), bound)
     lengths = [sum(len(given_sequences[i]) for i in bundle) for bundle in bundles]
     greedy = rows._first_fit_decreasing(lengths, bound)
     assert len(packed) <= len(greedy)
@@ -160,7 +202,7 @@ def test_items_are_shared():
 
 def test_padding_is_a_segment():
     """Text at positions from 0, so that its attention and angles are ordinary ones."""
-    (row,) = pack([sequence([3], 2)], 16, MERGE, multiple=8)
+    (row,) = pack([sequence([3], 2)], 16, MERGE, Alignment(8))
     assert row.bounds == (0, 5, 8)
     assert row.ids[5:].tolist() == [0, 0, 0]
     assert row.positions[:, 5:].tolist() == [[0, 1, 2]] * 3
@@ -173,7 +215,7 @@ def test_routing_indices():
     first, without, last = sequence([3], 2), sequence([2], 1), sequence([1], 1)
     recorded = torch.arange(4 * 3 * 2).view(4, 3, 2).to(torch.uint8), torch.full((1, 3, 2), 255, dtype=torch.uint8)
     first, last = (replace(s, routing_indices=r) for s, r in zip((first, last), recorded, strict=True))
-    (row,) = pack([first, without, last], 16, MERGE, multiple=8)
+    (row,) = pack([first, without, last], 16, MERGE, Alignment(8))
     assert row.bounds == (0, 5, 8, 10, 16) and row.routing_indices.dtype is torch.int16
     assert torch.equal(row.routing_indices[:4], recorded[0].to(torch.int16))
     assert (row.routing_indices[4:8] == NOT_RECORDED).all()

@@ -20,7 +20,7 @@ def test_accepted_options(name, options):
 
 @pytest.mark.parametrize("key", ["trian", "folder", "question"])
 def test_unknown_options_are_named(key):
-    with pytest.raises(UserError, match=f"data.generator_options.{key} = 3: digits takes only image_size$"):
+    with pytest.raises(UserError, match=f"data.generator_options.{key} = 3: digits takes only image_size, scans$"):
         check_options("digits", {key: 3})
 
 
