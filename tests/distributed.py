@@ -290,6 +290,8 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int) -> Non
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ.update(rank_variables(rank, world_size, port))
     answer = _answer(_start)
+    gc.collect()
+    gc.freeze()  # what was imported: looking through all of that takes longer than most jobs
     connection.send_bytes(answer)
     while True:
         try:

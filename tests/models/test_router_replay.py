@@ -18,17 +18,18 @@ objective = lazy("megarl.algorithms.objective")
 reference_policy = lazy("megarl.training.reference")
 router_replay = lazy("megarl.models.router_replay")
 
-LAYOUTS = [
-    TP1,
-    Layout(2, 1),
-    Layout(2, 1, expert_parallel=2),
-    Layout(2, 2, sequence_parallel=True),
-    Layout(2, 2, sequence_parallel=True, expert_parallel=2),
-    Layout(2, 1, context_parallel=2, expert_parallel=2),
-    Layout(4, 1, context_parallel=2, expert_parallel=4),
-    Layout(4, 2, sequence_parallel=True, context_parallel=2, expert_parallel=2),
+CASES = [
+    (TP1, True),
+    (Layout(2, 1), False),
+    (Layout(2, 1, expert_parallel=2), True),
+    (Layout(2, 2, sequence_parallel=True, expert_parallel=2), True),
+    (Layout(2, 1, context_parallel=2, expert_parallel=2), False),
+    (Layout(2, 2, sequence_parallel=True), False),
+    (Layout(4, 1, context_parallel=2, expert_parallel=4), True),
+    (Layout(4, 2, sequence_parallel=True, context_parallel=2, expert_parallel=2), False),
 ]
-QUICK = [(TP1, True), (LAYOUTS[1], False), (LAYOUTS[2], True), (LAYOUTS[4], True), (LAYOUTS[5], False)]
+"""A layout, and whether it recomputes: that is the same in every layout."""
+QUICK = CASES[:5]
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +128,7 @@ def expected(moved_reference, recorded):
             id=f"{layout.world_size}-{layout}-{'recompute' if recompute else 'kept'}",
             marks=[] if (layout, recompute) in QUICK else pytest.mark.slow,
         )
-        for layout in LAYOUTS
-        for recompute in (False, True)
+        for layout, recompute in CASES
     ],
 )
 def test_replayed(ranks, moved_checkpoint, recorded, expected, layout, recompute):

@@ -11,30 +11,24 @@ parallel_state = lazy("megatron.core.parallel_state")
 spread = lazy("megarl.rollout.spread")
 
 EP2 = Layout(2, 1, expert_parallel=2)
-LAYOUTS = [
-    TP1,
-    TP2_SP,
-    Layout(2, 2, sequence_parallel=True, expert_tensor_parallel=2),
-    Layout(2, 2, sequence_parallel=True, expert_parallel=2),
-    EP2,
-    Layout(4, 2, sequence_parallel=True, expert_parallel=4),
-    Layout(4, 2, sequence_parallel=True, expert_parallel=2, expert_tensor_parallel=2),
-]
+EP4 = Layout(4, 1, expert_parallel=4)
 MODES = {"plain": {}, "both": BOTH}
-
-
-QUICK = {("tp1", "both"), ("tp1-ep2", "both")}
+CASES = [
+    (TP1, "both"),
+    (EP2, "both"),
+    (TP2_SP, "plain"),
+    (Layout(2, 2, sequence_parallel=True, expert_tensor_parallel=2), "both"),
+    (Layout(2, 2, sequence_parallel=True, expert_parallel=2), "plain"),
+    (Layout(4, 2, sequence_parallel=True, expert_parallel=4), "both"),
+    (Layout(4, 2, sequence_parallel=True, expert_parallel=2, expert_tensor_parallel=2), "plain"),
+]
+"""What a mode does is the same in every layout."""
+QUICK = CASES[:2]
 
 
 @pytest.mark.parametrize(
     "layout, mode",
-    [
-        pytest.param(
-            layout, mode, id=f"{layout}-{mode}", marks=[] if (str(layout), mode) in QUICK else pytest.mark.slow
-        )
-        for layout in LAYOUTS
-        for mode in MODES
-    ],
+    [pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
 )
 def test_log_probs(ranks, mixture_checkpoint, prompts, mixture_reference, layout, mode):
     """Sampled tokens of a mixed batch, groups of 2, spread over the data-parallel ranks: the same log-probability
@@ -78,14 +72,17 @@ def packed(rollout):
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "layout, shares",
     [
-        pytest.param(EP2, id="ep2"),
-        pytest.param(Layout(4, 1, expert_parallel=4), id="ep4", marks=pytest.mark.slow),
-        pytest.param(Layout(4, 1, expert_parallel=2), id="ep2-of-4", marks=pytest.mark.slow),
+        (EP2, (1, 7)),
+        (EP2, (9, 0)),
+        (EP2, (0, 0)),
+        pytest.param(EP4, (0, 3, 0, 5), marks=pytest.mark.slow),
+        pytest.param(EP4, (9, 0, 0, 0), marks=pytest.mark.slow),
+        pytest.param(Layout(4, 1, expert_parallel=2), (1, 7, 2, 3), marks=pytest.mark.slow),
     ],
+    ids=str,
 )
-@pytest.mark.parametrize("shares", [(1, 7, 2, 3), (0, 3, 0, 5), (9, 0, 0, 0), (0, 0, 0, 0)], ids=str)
 def test_unequal_work(ranks, mixture_checkpoint, prompts, layout, shares):
     """Ranks that share experts have different numbers of requests, of different lengths, or none: all end, each with
     what it samples alone; a second call and a training step follow at once."""

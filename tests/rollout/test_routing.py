@@ -14,15 +14,15 @@ spread = lazy("megarl.rollout.spread")
 
 EP2 = Layout(2, 1, expert_parallel=2)
 TP2_EP2 = Layout(2, 2, sequence_parallel=True, expert_parallel=2)
-LAYOUTS = [
-    TP1,
-    EP2,
-    TP2_EP2,
-    Layout(2, 2, sequence_parallel=True, expert_tensor_parallel=2),
-    Layout(4, 2, sequence_parallel=True, expert_parallel=2, expert_tensor_parallel=2),
-]
 MODES = {"plain": {}, "both": BOTH}
-QUICK = {("tp1", "both"), ("tp1-ep2", "both"), ("tp2-sp-ep2", "plain")}
+CASES = [
+    (TP1, "both"),
+    (EP2, "both"),
+    (TP2_EP2, "plain"),
+    (Layout(2, 2, sequence_parallel=True, expert_tensor_parallel=2), "both"),
+    (Layout(4, 2, sequence_parallel=True, expert_parallel=2, expert_tensor_parallel=2), "plain"),
+]
+QUICK = CASES[:3]
 LAYERS, TOP_K = 3, 2
 CLOSE = 1e-4
 """Logits of a router that are this close to each other may be in either order."""
@@ -54,13 +54,7 @@ def assert_chosen(found, reference, prompt, ids):
 
 @pytest.mark.parametrize(
     "layout, mode",
-    [
-        pytest.param(
-            layout, mode, id=f"{layout}-{mode}", marks=[] if (str(layout), mode) in QUICK else pytest.mark.slow
-        )
-        for layout in LAYOUTS
-        for mode in MODES
-    ],
+    [pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
 )
 def test_recorded(ranks, mixture_checkpoint, prompts, mixture_reference, layout, mode):
     """Of every token but the last, of prompts that were computed, shared or cut in chunks; a second generation finds

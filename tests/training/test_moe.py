@@ -21,10 +21,8 @@ LAYOUTS = [
     Layout(2, 1, context_parallel=2, expert_parallel=2),
     Layout(4, 1, expert_parallel=4),
     Layout(4, 1, expert_parallel=2),
-    Layout(4, 1, context_parallel=2, expert_parallel=2),
     Layout(4, 1, context_parallel=2, expert_parallel=4),
     Layout(4, 2, sequence_parallel=True, expert_parallel=2, expert_tensor_parallel=2),
-    Layout(4, 2, sequence_parallel=True, context_parallel=2, expert_parallel=2),
     Layout(4, 2, sequence_parallel=True, context_parallel=2, expert_parallel=2, expert_tensor_parallel=2),
 ]
 
