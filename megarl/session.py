@@ -41,6 +41,8 @@ from megarl.training.reference import ReferencePolicy
 
 _WARMUP, _RL = "warm-up", "rl"
 _CONTINUE = "continue"
+_CURVE_SECONDS = 30.0
+"""Between two drawings of the curve: one takes half a second, for which all ranks wait."""
 """In the run folder: the command stopped before the run's end and the same command goes on."""
 
 
@@ -49,7 +51,7 @@ class Session:
 
     def __init__(self, recipe: Recipe, stop: StopSignal):
         self._recipe, self._signal = recipe, stop
-        self._started = time.monotonic()
+        self._started = self._drawn = time.monotonic()
         self._main = dist.get_rank() == 0
         folder = Path(recipe.run_dir)
         ranks = start_ranks()
@@ -383,8 +385,9 @@ class Session:
     def _log_step(self, step: int, values: dict[str, float]) -> None:
         if self._log:
             self._log.write(step, values)
-            if "eval/accuracy" in values:
+            if "eval/accuracy" in values and time.monotonic() > self._drawn + _CURVE_SECONDS:
                 draw_curve(self.run.folder)
+                self._drawn = time.monotonic()
 
     def _save_rollouts(self, step: int, batch: Batch, scored: Scored, credit: Credit) -> None:
         every, most = self._recipe.observe.save_rollouts_every, self._recipe.observe.max_saved_rollouts

@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 SEED = 7
-PRELOADED = ["megarl.rollout.engine", "megarl.training.checkpoint", "megarl.training.grpo", "megarl.models.build"]
+PRELOADED = ["megarl.session", "megarl.rollout.engine", "megarl.training.checkpoint", "megarl.models.build"]
 _START_SECONDS = 180
 _on_rank = False
 _sizes: dict[str, int] = {}

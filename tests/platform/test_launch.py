@@ -76,8 +76,10 @@ def test_mistake_on_one_rank(tmp_path):
     assert seconds < 15
 
 
-@pytest.mark.parametrize("wait", ["dist.barrier()", "dist.all_reduce(torch.ones(3))", "time.sleep(600)"])
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize(
+    "culprit, wait",
+    [(0, "dist.barrier()"), (0, "time.sleep(600)"), (1, "dist.all_reduce(torch.ones(3))"), (1, "time.sleep(600)")],
+)
 def test_bug_on_one_rank(tmp_path, culprit, wait):
     """Both ranks end within seconds; the traceback and its message are on the screen."""
     result, seconds = job(tmp_path, f"if rank == {culprit}:\n    raise ValueError('the culprit')\n{wait}")
