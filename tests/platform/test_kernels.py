@@ -1,6 +1,7 @@
 """Kernels, and the package that is not NVIDIA's apex."""
 
 import importlib
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import torch
 
 from megarl.errors import UserError
 from megarl.platform.kernels import Kernels, kernels, refuse_foreign_apex
+from tests.commands import ROOT
 
 
 @pytest.fixture
@@ -70,3 +72,20 @@ def test_kernels_of_a_cpu():
 def test_kernels_of_a_gpu():
     found = Kernels("cuda", "transformer_engine", "flash-attn-4")
     assert (found.gpu, found.te, found.collectives) == (True, True, "nccl")
+
+
+def test_transformer_engine_for_other_machines(tmp_path):
+    """One that is installed where no GPU is, as on the login node of a cluster, is not touched."""
+    folder = tmp_path / "transformer_engine"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise SystemExit('imported')")
+    code = (
+        "import megarl.platform.prepare\n"
+        "from megatron.core.extensions.transformer_engine import HAVE_TE\n"
+        "print(HAVE_TE)\n"
+        "try:\n    import transformer_engine.pytorch\n"
+        "except ImportError:\n    print('hidden')\n"
+    )
+    found = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "CUDA_VISIBLE_DEVICES": ""}
+    out = subprocess.run([sys.executable, "-c", code], env=found, capture_output=True, text=True)
+    assert out.stdout.split() == ["False", "hidden"], out.stderr

@@ -6,6 +6,7 @@ Active only where there is no GPU.  All of it must be in place before Megatron i
 import contextlib
 import functools
 import logging
+import sys
 import time
 from collections import defaultdict
 
@@ -19,6 +20,10 @@ _CPU = torch.device("cpu")
 
 def _without_gpu(kernels: Kernels) -> bool:
     return not kernels.gpu
+
+
+def _hide_transformer_engine() -> None:
+    sys.modules["transformer_engine"] = None
 
 
 def _on_cpu(factory):
@@ -113,6 +118,16 @@ def _compile() -> None:
 
 
 PATCHES = [
+    Patch(
+        "hidden transformer-engine",
+        "one that is installed for the GPUs of other machines, as on a cluster's login node, would be imported, and then "
+        "no layer runs",
+        CORE,
+        "megatron/core/extensions/transformer_engine.py",
+        "    import transformer_engine as te\n",
+        _without_gpu,
+        _hide_transformer_engine,
+    ),
     Patch(
         "factories",
         "tensors are made with device=torch.cuda.current_device() and pin_memory=True",
