@@ -120,7 +120,7 @@ def _compile() -> None:
 PATCHES = [
     Patch(
         "hidden transformer-engine",
-        "one that is installed for the GPUs of other machines, as on a cluster's login node, would be imported, and then "
+        "one that is installed for the GPUs of other machines, as on a login node, would be imported, and then "
         "no layer runs",
         CORE,
         "megatron/core/extensions/transformer_engine.py",
