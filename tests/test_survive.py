@@ -187,15 +187,25 @@ def test_damaged_checkpoint(short, undisturbed, tmp_path):
 # On other terms
 
 
+TWO = {
+    "tensor parallel": [
+        "parallel.tensor_model_parallel_size=2",
+        "rollout.parallel.tensor_model_parallel_size=1",
+        "rollout.verify_sync=true",
+    ],
+    "data parallel": [],
+}
+
+
 @pytest.mark.slow
-def test_more_steps_on_another_layout(short, undisturbed, tmp_path):
-    """One process, two that share the weights and are an engine each, one again: the steps and rewards of an
-    undisturbed run, to rounding."""
+@pytest.mark.parametrize("layout", TWO)
+def test_more_steps_on_another_layout(short, undisturbed, tmp_path, layout):
+    """One process, two that share the weights and are an engine each, or that share nothing, and one again: the steps
+    and rewards of an undisturbed run, to rounding."""
     folder = tmp_path / "run"
-    two = ["parallel.tensor_model_parallel_size=2", "rollout.parallel.tensor_model_parallel_size=1"]
-    for steps, layout in ((2, []), (4, [*two, "rollout.verify_sync=true"]), (STEPS, [])):
-        arguments = [short, f"run_dir={folder}", f"steps={steps}", *layout]
-        result = commands.fork(tmp_path, *arguments, processes=2 if layout else 1)
+    for processes, steps in ((1, 2), (2, 4), (1, STEPS)):
+        arguments = [short, f"run_dir={folder}", f"steps={steps}", *(TWO[layout] if processes == 2 else [])]
+        result = commands.fork(tmp_path, *arguments, processes=processes)
         assert result.code == 0, result.err
     found, expected = results(folder), results(undisturbed(1))
     assert [line["step"] for line in found] == [line["step"] for line in expected]
@@ -204,7 +214,8 @@ def test_more_steps_on_another_layout(short, undisturbed, tmp_path):
             assert line.get(key) == pytest.approx(other.get(key), abs=1e-4), line["step"]
     ours, theirs = (tiny.Reference(f / "checkpoint").model.state_dict() for f in (folder, undisturbed(1)))
     distances = [float((ours[name] - theirs[name]).abs().max()) for name in theirs]
-    assert 0 < max(distances) < 1e-4
+    print(f"largest distance of a weight {max(distances):.1e}")
+    assert 0 < max(distances) < 1e-5
 
 
 def test_refused(short, undisturbed, tmp_path):
@@ -305,7 +316,7 @@ def test_gradients_are_never_finite(short, tmp_path):
 def test_killed_in_each_phase(short, undisturbed, tmp_path):
     """SIGKILL to one rank, or to all, again and again; what is left at the end is an undisturbed run."""
     folder = tmp_path / "run"
-    for place in ("*:warm-up:2", "1:rollout:1", "0:train:2", "1:save:3", f"0:export:{STEPS}"):
+    for place in ("*:warm-up:2", "1:rollout:1", "0:reward:2", "0:train:2", "1:save:3", f"0:export:{STEPS}"):
         arguments = [f"SIGKILL:{place}", short, f"run_dir={folder}"]
         ranks = commands.start_forked(tmp_path, *arguments, main=_disturbed, processes=2)
         _end(ranks, f"SIGKILL at {place}")

@@ -31,6 +31,8 @@ _SAID = f"{_FAILED}/said"
 _RANKS = f"megarl/ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{os.environ.get('GROUP_RANK')}"
 _POLL_SECONDS = 0.5
 _LAST_WORDS_SECONDS = 10.0
+_JOIN_SECONDS = float(os.environ.get("MEGARL_JOIN_SECONDS", "600"))
+"""For which processes wait for those that were not started yet, as on other nodes."""
 _SAME_SIGNAL_SECONDS = 5.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """The last is what Slurm is asked to send ahead of the end of a job's time."""
@@ -53,6 +55,8 @@ def command(body: Callable[[list[str]], None], arguments: list[str]) -> int:
         body(arguments)
     except (UserError, CheckFailed) as error:
         code = USER_ERROR if isinstance(error, UserError) else BUG
+        if isinstance(error, _NotJoined):
+            watch.store_is_gone()
         watch.announce(code, str(error))
         if rank() == 0:
             print(f"megarl: error: {error}", file=sys.stderr, flush=True)
@@ -112,18 +116,27 @@ def announce(code: int, message: str) -> bool:
     return rank() != 0
 
 
+class _NotJoined(UserError):
+    """There is no store over which others could be told."""
+
+
 class _FailureWatch:
     """Ends this rank when another one has announced its failure."""
 
     def __init__(self):
         self._closed = threading.Event()
-        self._store = None
-        if world_size() > 1:
+        self._told = world_size() > 1
+        """Whether there are others, and a way to tell them."""
+        if self._told:
             threading.Thread(target=self._watch, daemon=True).start()
 
     def announce(self, code: int, message: str) -> None:
         self._closed.set()
-        announce(code, message)
+        if self._told:
+            announce(code, message)
+
+    def store_is_gone(self) -> None:
+        self._told = False
 
     def _watch(self) -> None:
         try:
@@ -155,8 +168,8 @@ class _FailureWatch:
     def close(self) -> None:
         """This rank's end is no loss."""
         self._closed.set()
-        said = [_SAID] if rank() == 0 and world_size() > 1 else []
-        left = [f"{_RANKS}/{os.environ['LOCAL_RANK']}/left"] if _siblings() else []
+        said = [_SAID] if rank() == 0 and self._told else []
+        left = [f"{_RANKS}/{os.environ['LOCAL_RANK']}/left"] if self._told and _siblings() else []
         try:
             if said or left:
                 store = connect(_LAST_WORDS_SECONDS)
@@ -227,8 +240,8 @@ def start(sizes: Mapping[str, int], seed: int, cuda_graphs: bool) -> None:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     device = torch.device("cuda", local) if kernels().gpu else None
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world_size() == 1 else {}
-    dist.init_process_group(kernels().collectives, device_id=device, **alone)
+    store = dist.HashStore() if world_size() == 1 else _join()
+    dist.init_process_group(kernels().collectives, device_id=device, store=store, rank=rank(), world_size=world_size())
 
     from megarl.platform import prepare  # noqa: F401  (before Megatron)
 
@@ -237,6 +250,32 @@ def start(sizes: Mapping[str, int], seed: int, cuda_graphs: bool) -> None:
     parallel_state.initialize_model_parallel(**sizes)
     torch.manual_seed(seed)
     tensor_parallel.random.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=cuda_graphs)
+
+
+def _join() -> dist.Store:
+    """The store over which this job's processes find each other; collective.
+
+    Raises:
+        UserError: its port is taken, or the processes were not all started, or not as one job.
+    """
+    where = f"MASTER_ADDR = {os.environ.get('MASTER_ADDR')!r}, MASTER_PORT = {os.environ.get('MASTER_PORT')!r}"
+    try:
+        store, number, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=_JOIN_SECONDS)))
+        if number == 0:
+            store.set("megarl/world_size", str(world))
+        of_first = int(store.get("megarl/world_size"))
+    except dist.DistNetworkError as error:
+        taken = "EADDRINUSE" in str(error)
+        reason = "the port is taken by another program" if taken else f"rank 0 was not reached in {_JOIN_SECONDS:g} s"
+        raise _NotJoined(f"{where}: {reason}") from None
+    except dist.DistStoreError:
+        raise _NotJoined(f"{where}: not all {world_size()} processes have come within {_JOIN_SECONDS:g} s") from None
+    if world != of_first:
+        raise UserError(
+            f"WORLD_SIZE = {world} on rank {number}, {of_first} on rank 0: they should be started as one job, with the "
+            "same numbers of nodes and of processes"
+        )
+    return store
 
 
 class StopSignal:
