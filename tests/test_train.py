@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -394,6 +395,26 @@ def test_refusal_two_processes(tmp_path):
     assert re.search(r"exitcode *: *2", result.err)
 
 
+def _broken_on_one_rank(arguments: list[str]) -> int:
+    from megarl.platform import launch
+    from megarl.train import train
+
+    if launch.rank() == 1:
+        sys.modules["megarl.session"] = None
+    return launch.command(train, arguments)
+
+
+def test_import_that_fails_on_one_rank(recipe, tmp_path):
+    """As where a node of a cluster has a broken installation: the other rank does not wait for it."""
+    begun = time.monotonic()
+    arguments = [recipe, f"run_dir={tmp_path / 'run'}"]
+    result = commands.fork(tmp_path, *arguments, main=_broken_on_one_rank, processes=2, timeout=60)
+    assert time.monotonic() - begun < 20
+    assert result.code == 1
+    assert "megarl: rank 1 failed: ModuleNotFoundError: import of megarl.session halted" in result.err
+    assert "Traceback" in (tmp_path / "stderr.1").read_text()
+
+
 @pytest.mark.parametrize(
     "overrides, words",
     [
@@ -558,9 +579,9 @@ def test_from_an_exported_checkpoint(finished, recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_digits_are_learnt(tmp_path, digits):
+def test_digits_are_learnt(tmp_path):
     """The recipe of the README, on 2 processes."""
-    overrides = [f"run_dir={tmp_path / 'run'}", f"data.path={digits}"]
+    overrides = [f"run_dir={tmp_path / 'run'}", f"data.path={tmp_path / 'data'}"]
     result = commands.run("megarl.train", DIGITS, *overrides, processes=2, timeout=900)
     assert result.code == 0, result.err
     accuracy, chance = map(float, LAST_LINE.fullmatch(result.out.splitlines()[-1]).group(1, 2))
