@@ -11,13 +11,14 @@ N ?= 2
 RECIPE ?= recipes/digits.yaml
 ARGS ?=
 
-.PHONY: help setup train test test-slow test-gpu slurm-packages lint format docs constraints
+.PHONY: help setup train test test-slow test-learning test-gpu slurm-packages lint format docs constraints
 
 help:
 	@echo 'make setup        Python 3.12 environment in .venv with everything pinned (PYTHON=... names the interpreter)'
 	@echo 'make train        train RECIPE=recipes/digits.yaml on N=2 processes; ARGS="seed=2 run_dir=runs/s2" overrides keys'
 	@echo 'make test         tests that take seconds; ARGS="-k packing" goes to pytest'
-	@echo 'make test-slow    learning runs and kill tests, minutes'
+	@echo 'make test-slow    kill tests, a real Slurm, more layouts: half an hour'
+	@echo 'make test-learning   whole recipes, each to its target'
 	@echo 'make test-gpu     tests that need an NVIDIA GPU'
 	@echo 'make slurm-packages   as root on Debian: the Slurm that tests of slurm/ start; they are skipped without it'
 	@echo 'make lint         ruff check, ruff format --check, shellcheck'
@@ -31,10 +32,13 @@ train: setup
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node $(N) -m megarl.train $(RECIPE) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not learning and not gpu" $(ARGS)
 
 test-slow: setup
-	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not learning and not gpu" $(ARGS)
+
+test-learning: setup
+	$(BIN)/python -m pytest -m "learning and not gpu" $(ARGS)
 
 test-gpu: setup
 	$(BIN)/python -m pytest -m "gpu" $(ARGS)

@@ -12,7 +12,7 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 LAST_LINE = re.compile(r"held-out accuracy (\d\.\d{3}) \(chance (\d\.\d{3})\), .*")
 
 
-@pytest.mark.slow
+@pytest.mark.learning
 @pytest.mark.parametrize("name, chance, least", [("color_codeword", 0.125, 0.9), ("motion_video", 0.25, 0.9)])
 def test_learnt(tmp_path, name, chance, least):
     """From random weights and the reward alone; the data set is made on the way."""

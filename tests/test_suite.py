@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-JOB_MARKS = ("slow", "gpu")
-"""The marks that the jobs select by; a test may have none, one or both."""
+JOB_MARKS = ("slow", "learning", "gpu")
+"""The marks that the jobs select by; a test may have any of them."""
 
 
 def jobs() -> dict[str, str]:
@@ -51,7 +51,7 @@ def test_ci_runs_every_job():
     calls = re.findall(r"^( *)make ([\w-]+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     assert calls.pop(0) == ("", "slurm-packages")  # else the tests of a real Slurm would be skipped
     assert sorted(target for _, target in calls) == sorted(jobs())
-    for target in (target for indent, target in calls if indent):  # under a condition: is there a GPU
+    for target in (target for indent, target in calls if indent):  # under a condition: is there a GPU, is there time
         assert not any(selects(jobs()[target], marks) for marks in (set(), {"slow"}))
 
 

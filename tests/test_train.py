@@ -578,7 +578,7 @@ def test_from_an_exported_checkpoint(finished, recipe, tmp_path):
 # Learning
 
 
-@pytest.mark.slow
+@pytest.mark.learning
 def test_digits_are_learnt(tmp_path):
     """The recipe of the README, on 2 processes."""
     overrides = [f"run_dir={tmp_path / 'run'}", f"data.path={tmp_path / 'data'}"]
