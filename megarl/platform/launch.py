@@ -31,7 +31,7 @@ _SAID = f"{_FAILED}/said"
 _RANKS = f"megarl/ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{os.environ.get('GROUP_RANK')}"
 _POLL_SECONDS = 0.5
 _LAST_WORDS_SECONDS = 10.0
-_JOIN_SECONDS = float(os.environ.get("MEGARL_JOIN_SECONDS", "600"))
+_JOIN_SECONDS = 600.0
 """For which processes wait for those that were not started yet, as on other nodes."""
 _SAME_SIGNAL_SECONDS = 5.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
