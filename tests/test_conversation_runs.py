@@ -25,6 +25,7 @@ def talking(tmp_path, recipe, monkeypatch, code=BLOCKS["python"]) -> Path:  # no
     values = {
         "extends": str(recipe),
         "steps": 3,
+        "seed": 2,  # one whose steps have groups of unequal rewards: else the updates are of rounding alone
         "environment": example["environment"],
         "rollout": {**example["rollout"]},
         "data": {**base["data"], "max_prompt_tokens": 64},
@@ -50,7 +51,7 @@ def test_second_look(tmp_path, recipe, monkeypatch):  # noqa: F811
     assert all(1 < line["rollout/turns"] <= 2 and line["mismatch/max"] < 1e-4 for line in lines)
     for one, two in zip(found[1], found[2], strict=True):
         assert one.keys() == two.keys()
-        assert one == pytest.approx(two, rel=1e-3, abs=1e-4)
+        assert one == pytest.approx(two, rel=1e-2, abs=1e-4)
     rows = [json.loads(line) for line in (tmp_path / "run1" / "rollouts" / "step_1.jsonl").open()]
     assert {row["turns"] for row in rows} == {1, 2}
     for row in rows:
