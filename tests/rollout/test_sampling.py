@@ -84,7 +84,7 @@ def test_filtered_is_a_distribution(logits, temperature, top_k, top_p):
         plain = (logits / temperature).log_softmax(-1)
         for row, whole in zip(found, plain, strict=True):
             kept = row > -torch.inf
-            assert kept[whole.argmax()]
+            assert whole[kept].max() == whole.max()  # which of two that rounding makes equal is all the same
             if not kept.all():
                 assert whole[kept].min() >= whole[~kept].max()
             shift = (row - whole)[kept]
