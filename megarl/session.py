@@ -41,9 +41,9 @@ from megarl.training.reference import ReferencePolicy
 
 _WARMUP, _RL = "warm-up", "rl"
 _CONTINUE = "continue"
+"""In the run folder: the command stopped before the run's end and the same command goes on."""
 _CURVE_SECONDS = 30.0
 """Between two drawings of the curve: one takes half a second, for which all ranks wait."""
-"""In the run folder: the command stopped before the run's end and the same command goes on."""
 
 
 class Session:

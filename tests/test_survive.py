@@ -17,7 +17,7 @@ import yaml
 from megarl.platform import launch
 from tests import commands, tiny
 from tests.damage import flip
-from tests.test_train import LAST_LINE, digits, metrics, recipe, results  # noqa: F401
+from tests.test_train import LAST_LINE, RESHARDED, digits, metrics, recipe, results  # noqa: F401
 
 STEPS = 5
 
@@ -187,14 +187,7 @@ def test_damaged_checkpoint(short, undisturbed, tmp_path):
 # On other terms
 
 
-TWO = {
-    "tensor parallel": [
-        "parallel.tensor_model_parallel_size=2",
-        "rollout.parallel.tensor_model_parallel_size=1",
-        "rollout.verify_sync=true",
-    ],
-    "data parallel": [],
-}
+TWO = {"tensor parallel": RESHARDED["tp2 to tp1"], "data parallel": []}
 
 
 @pytest.mark.slow

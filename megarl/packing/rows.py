@@ -238,8 +238,7 @@ def _row(sequences: Sequence[TokenSequence], members: list[int], merge_size: int
 def _around(row: PackedRow, ranks: int) -> PackedRow:
     """The row in the order of a ring."""
     order = zigzag(row.bounds, ranks)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order))
+    place = order.argsort()  # of each token now
     return replace(
         row,
         ids=row.ids[order],

@@ -260,9 +260,9 @@ def _join() -> dist.Store:
     """
     where = f"MASTER_ADDR = {os.environ.get('MASTER_ADDR')!r}, MASTER_PORT = {os.environ.get('MASTER_PORT')!r}"
     try:
-        store, number, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=_JOIN_SECONDS)))
-        if number == 0:
-            store.set("megarl/world_size", str(world))
+        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=_JOIN_SECONDS)))
+        if rank() == 0:
+            store.set("megarl/world_size", str(world_size()))
         of_first = int(store.get("megarl/world_size"))
     except dist.DistNetworkError as error:
         taken = "EADDRINUSE" in str(error)
@@ -270,10 +270,10 @@ def _join() -> dist.Store:
         raise _NotJoined(f"{where}: {reason}") from None
     except dist.DistStoreError:
         raise _NotJoined(f"{where}: not all {world_size()} processes have come within {_JOIN_SECONDS:g} s") from None
-    if world != of_first:
+    if world_size() != of_first:
         raise UserError(
-            f"WORLD_SIZE = {world} on rank {number}, {of_first} on rank 0: they should be started as one job, with the "
-            "same numbers of nodes and of processes"
+            f"WORLD_SIZE = {world_size()} on rank {rank()}, {of_first} on rank 0: they should be started as one job, "
+            "with the same numbers of nodes and of processes"
         )
     return store
 

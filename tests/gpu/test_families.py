@@ -10,15 +10,15 @@ from megarl.data.generators.mixed import write_mixed
 from megarl.data.generators.rows import row, write_rows
 from megarl.models.families import FAMILIES
 from tests import commands, tiny
+from tests.distributed import TP2_SP, Layout
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-TP2_SP = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
-CP2 = ["parallel.context_parallel_size=2"]
-LAYOUTS = {"tp2-sp": TP2_SP, "cp2": CP2, "ring2": [*CP2, "parallel.cp_comm_type=p2p"]}
+CP2 = Layout(2, 1, context_parallel=2).arguments
+LAYOUTS = {"tp2-sp": TP2_SP.arguments, "cp2": CP2, "ring2": [*CP2, "parallel.cp_comm_type=p2p"]}
 CASES = [(name, layout) for name in FAMILIES for layout in LAYOUTS if layout != "ring2" or not FAMILIES[name].media]
 
 

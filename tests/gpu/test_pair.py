@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import commands
+from tests.distributed import TP2_SP, Layout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -13,10 +14,10 @@ pytestmark = [
 ]
 
 LAYOUTS = {
-    "tp2-sp": ("mixed", ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]),
-    "cp2": ("mixed", ["parallel.context_parallel_size=2"]),
-    "dp2": ("mixed", []),
-    "ep2": ("mixed_experts", ["parallel.expert_model_parallel_size=2"]),
+    "tp2-sp": ("mixed", TP2_SP.arguments),
+    "cp2": ("mixed", Layout(2, 1, context_parallel=2).arguments),
+    "dp2": ("mixed", Layout(2, 1).arguments),
+    "ep2": ("mixed_experts", Layout(2, 1, expert_parallel=2).arguments),
 }
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests import commands
+from tests.distributed import TP2_SP, Layout
 from tests.test_conversation_runs import talking
 from tests.test_train import digits, metrics, recipe  # noqa: F401
 
@@ -12,23 +13,19 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-LAYOUTS = {
-    "dp2": [],
-    "tp2-sp": ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
-    "cp2": ["parallel.context_parallel_size=2"],
-}
+in_layouts = pytest.mark.parametrize("layout", [Layout(2, 1), TP2_SP, Layout(2, 1, context_parallel=2)], ids=str)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_layouts
 def test_conversations(tmp_path, recipe, monkeypatch, layout):  # noqa: F811
-    lines = _run(tmp_path, talking(tmp_path, recipe, monkeypatch), LAYOUTS[layout])
+    lines = _run(tmp_path, talking(tmp_path, recipe, monkeypatch), layout.arguments)
     assert all(1 < line["rollout/turns"] <= 2 for line in lines)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_layouts
 def test_partial_rollouts(tmp_path, recipe, layout):  # noqa: F811
     partial = ["rollout.partial={extra_prompts: 8, tokens_per_round: 1}", "steps=3", "evaluation.every=3"]
-    _run(tmp_path, recipe, [*partial, *LAYOUTS[layout]])
+    _run(tmp_path, recipe, [*partial, *layout.arguments])
 
 
 def _run(folder, path, overrides) -> list[dict]:

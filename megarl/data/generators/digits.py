@@ -27,9 +27,13 @@ def write_digits(folder: Path, image_size: int = 16, question: str = "?", scans:
     if not 5 <= scans <= SCANS:
         raise UserError(f"data.generator_options.scans = {scans}: should be from 5 to {SCANS}")
     with whole_folder(folder) as temporary:
-        rows = write_scans(temporary, image_size, question, scans)
-        kept = len(rows) - round(HELD_OUT / SCANS * len(rows))
-        write_rows(temporary, rows[:kept], rows[kept:])
+        write_rows(temporary, *train_and_test(write_scans(temporary, image_size, question, scans)))
+
+
+def train_and_test(rows: list[str]) -> tuple[list[str], list[str]]:
+    """The rows that are trained on, and the last of them, as large a share as of all scans, that are held out."""
+    kept = len(rows) - round(HELD_OUT / SCANS * len(rows))
+    return rows[:kept], rows[kept:]
 
 
 def write_scans(folder: Path, image_size: int, question: str, scans: int = SCANS) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl.data.folder import whole_folder
-from megarl.data.generators.digits import HELD_OUT, SCANS, write_scans
+from megarl.data.generators.digits import train_and_test, write_scans
 from megarl.data.generators.motion_video import write_clips
 from megarl.data.generators.rows import draw_distinct, row, write_rows
 
@@ -27,12 +27,11 @@ def write_mixed(folder: Path, text: int = 900, clips: int = 1797) -> None:
     """
     with whole_folder(folder) as temporary:
         scans = write_scans(temporary, image_size=16, question="?")
-        share = HELD_OUT / SCANS
         train, test = [], []
         for rows in (scans, write_clips(temporary, clips, "?", "motion"), _successors(text)):
-            kept = len(rows) - round(share * len(rows))
-            train += rows[:kept]
-            test += rows[kept:]
+            kept, held_out = train_and_test(rows)
+            train += kept
+            test += held_out
         write_rows(temporary, _shuffled(train), _shuffled(test))
 
 
