@@ -20,9 +20,9 @@ from megarl.models.hf_config import hf_config
 from megarl.recipe import (
     AlgorithmSection,
     DataSection,
+    LoraSection,
     ModelSection,
     ParallelSection,
-    Part,
     Recipe,
     check_world,
     load_recipe,
@@ -45,21 +45,25 @@ class ParameterCount:
     language: int
     experts: int = 0
     """Those of `language` that are in experts."""
+    adapters: int = 0
+    """Beside them all."""
 
     @property
     def total(self) -> int:
-        return self.vision + self.projector + self.language
+        return self.vision + self.projector + self.language + self.adapters
 
-    def without(self, frozen: Sequence[Part]) -> "ParameterCount":
-        """Those that are trained."""
+    def trained(self, model: ModelSection) -> "ParameterCount":
+        """Without what is frozen: the language model is too where it has adapters."""
+        frozen = {*model.freeze, *["language"] * (model.lora is not None)}
         left = {part: 0 if part in frozen else getattr(self, part) for part in ("vision", "projector", "language")}
-        return ParameterCount(**left, experts=0 if "language" in frozen else self.experts)
+        return ParameterCount(**left, experts=0 if "language" in frozen else self.experts, adapters=self.adapters)
 
     def on_a_rank(self, parallel: ParallelSection, split_tower: bool) -> tuple[int, int]:
         """Those that expert-parallel ranks do not share, and those that they do."""
         tensor_parallel = parallel.tensor_model_parallel_size
         tower = (self.vision + self.projector) // (tensor_parallel if split_tower else 1)
-        return tower + (self.language - self.experts) // tensor_parallel, self.experts // parallel.expert_parallel_size
+        shared = self.language - self.experts + self.adapters
+        return tower + shared // tensor_parallel, self.experts // parallel.expert_parallel_size
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,8 @@ class Memory:
     optimizer_state: int
     reference_snapshot: int
     """In the host's memory."""
+    merge_snapshot: int
+    """Likewise: of the weights that adapters are added to."""
     kv_cache: int
     activations_rollout: int
     activations_training: int
@@ -205,7 +211,7 @@ def estimate_memory(
     parallel = recipe.parallel
     split_tower, engine = FAMILIES[config.model_type].split_tower, recipe.engine_parallel
     shard = sum(parameters.on_a_rank(parallel, split_tower))
-    trained, trained_expert_shard = parameters.without(recipe.model.freeze).on_a_rank(parallel, split_tower)
+    trained, trained_expert_shard = parameters.trained(recipe.model).on_a_rank(parallel, split_tower)
     copies, expert_copies = parallel.data_parallel_size(world_size), world_size // parallel.expert_parallel_size
     moments_and_masters = 12 if dtype == "bfloat16" else 8
     state = moments_and_masters * trained // copies + moments_and_masters * trained_expert_shard // expert_copies
@@ -234,6 +240,7 @@ def estimate_memory(
         gradients=4 * trained,
         optimizer_state=state,
         reference_snapshot=_reference(recipe, item * shard, item * trained),
+        merge_snapshot=item * adapted_weights(config, recipe.model.lora) // tensor_parallel,
         kv_cache=int(rollout.kv_cache_gb * GIB) + routing_cache(recipe, config, dtype),
         activations_rollout=4
         * rollout.max_requests
@@ -333,6 +340,49 @@ def check_parts(model: ModelSection, config: "PreTrainedConfig") -> None:
         raise UserError(f"model.tiny_processor.patch_size = {tiny.patch_size}: a {config.model_type} {reads}")
 
 
+def check_lora(recipe: Recipe, config: "PreTrainedConfig") -> None:
+    """Refuses adapters that do not divide over the tensor-parallel ranks, and those of experts."""
+    lora = recipe.model.lora
+    if lora is None:
+        return
+    for section, parallel in (("parallel", recipe.parallel), (recipe.engines_key, recipe.engine_parallel)):
+        size = parallel.tensor_model_parallel_size
+        if lora.rank % size:
+            raise UserError(
+                f"model.lora.rank = {lora.rank}: should be a multiple of {section}.tensor_model_parallel_size = {size}"
+            )
+    of_experts = [name for name in lora.modules if name in ("linear_fc1", "linear_fc2")]
+    if of_experts and getattr(config.get_text_config(), "num_experts", None):
+        raise UserError(
+            f"model.lora.modules has {of_experts[0]!r}: experts have no adapters, so should be of "
+            "'linear_qkv', 'linear_proj' in a mixture of experts"
+        )
+
+
+def adapter_parameters(config: "PreTrainedConfig", lora: LoraSection | None) -> int:
+    """Of the whole model."""
+    sizes = _adapted(config, lora)
+    return sum(lora.rank * (inputs + outputs) for inputs, outputs in sizes) if lora else 0
+
+
+def adapted_weights(config: "PreTrainedConfig", lora: LoraSection | None) -> int:
+    """Elements, over the whole model, of which the host keeps a copy while adapters are added to them."""
+    merged = lora is not None and lora.merge_for_rollouts
+    return sum(inputs * outputs for inputs, outputs in _adapted(config, lora)) if merged else 0
+
+
+def _adapted(config: "PreTrainedConfig", lora: LoraSection | None) -> list[tuple[int, int]]:
+    """(inputs, outputs) of the layers that have an adapter."""
+    stack, _ = layer_stacks(config)
+    sizes = {
+        "linear_qkv": (stack.hidden, stack.query + 2 * stack.key_value),
+        "linear_proj": (stack.query, stack.hidden),
+        "linear_fc1": (stack.hidden, (1 + stack.gated) * stack.ffn),
+        "linear_fc2": (stack.ffn, stack.hidden),
+    }
+    return [sizes[name] for name in sorted(set(lora.modules))] * stack.layers if lora else []
+
+
 def check_perception(algorithm: AlgorithmSection, config: "PreTrainedConfig") -> None:
     """Refuses to hide media from a model that sees none."""
     coefficient = algorithm.perception.coefficient
@@ -365,6 +415,7 @@ def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":
     if recipe.algorithm.reference is not None:
         check_reference(recipe.algorithm.reference, config)
     check_parts(recipe.model, config)
+    check_lora(recipe, config)
     check_perception(recipe.algorithm, config)
     check_heads(config, recipe.parallel.tensor_model_parallel_size)
     check_context(config, recipe.parallel)
@@ -391,7 +442,7 @@ def report(recipe: Recipe, world_size: int) -> str:
     algorithm, rollout = recipe.algorithm, recipe.rollout
     longest = recipe.longest_sequence
     prompts, group, rollouts = algorithm.prompts_per_step, algorithm.group_size, algorithm.rollouts_per_step
-    parameters = count_parameters(config)
+    parameters = replace(count_parameters(config), adapters=adapter_parameters(config, recipe.model.lora))
     capacities = ", ".join(
         f"{kv_cache_blocks(recipe, config, dtype) * rollout.block_size_tokens:,} in {dtype}" for dtype in kinds
     )
@@ -408,7 +459,9 @@ def report(recipe: Recipe, world_size: int) -> str:
         f"the run      {recipe.steps:,} steps, {recipe.total_updates:,} updates",
         f"run folder   {recipe.run_dir}",
         f"parameters   {parameters.total:,}: vision {parameters.vision:,}, "
-        f"projector {parameters.projector:,}, language {parameters.language:,}",
+        f"projector {parameters.projector:,}, language {parameters.language:,}"
+        + f", adapters {parameters.adapters:,}"
+        * (recipe.model.lora is not None),
         *_experts(config, recipe.parallel),
         f"KV cache     tokens on a rank: {capacities}; a request has at most {longest:,}",
         "",
@@ -425,6 +478,7 @@ def report(recipe: Recipe, world_size: int) -> str:
         ("peak, rollout", "rollout_peak"),
         ("peak, training", "training_peak"),
         ("on the host: reference", "reference_snapshot"),
+        *[("on the host: under LoRA", "merge_snapshot")] * (recipe.model.lora is not None),
     ):
         lines.append(f"{title:<24}" + "".join(f"{getattr(memory, field) / GIB:>12.3f}" for memory in memories))
     return "\n".join(lines)

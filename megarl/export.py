@@ -1,4 +1,5 @@
-"""`python -m megarl.export RUN [--step N]`: a checkpoint of a run as a Hugging Face checkpoint, read back once written.
+"""`python -m megarl.export RUN [--step N]`: a checkpoint of a run as a Hugging Face checkpoint, read back once written;
+with `--adapter` what its LoRA has learned alone, for peft.
 
 One process holds the whole model; under torchrun the ranks share it as the run's recipe says.
 """
@@ -8,7 +9,8 @@ import sys
 from pathlib import Path
 
 from megarl.errors import UserError
-from megarl.models.families import Family
+from megarl.models.families import FAMILIES, Family
+from megarl.models.hf_config import family_of, hf_config
 from megarl.platform import launch
 from megarl.recipe import Recipe, check_world, load_recipe
 
@@ -24,13 +26,15 @@ def export(arguments: list[str]) -> None:
     if not (run / "recipe.yaml").exists():
         raise UserError(f"{run} is not the folder of a run: it has no recipe.yaml")
     recipe = load_recipe(run / "recipe.yaml", _ALONE if launch.world_size() == 1 else [])
+    if options.adapter:
+        _refuse_more_than_adapters(recipe)
     check_world(recipe, launch.world_size())
     launch.start(recipe.parallel.sizes, recipe.seed, cuda_graphs=False)
 
     import torch.distributed as dist
 
+    from megarl.models.adapter_files import save_adapters
     from megarl.models.build import load_policy, save_checkpoint
-    from megarl.models.hf_config import family_of
     from megarl.options import model_options
     from megarl.startup import load_processor, prepare_checkpoint
     from megarl.training import checkpoint
@@ -40,7 +44,12 @@ def export(arguments: list[str]) -> None:
     initial = prepare_checkpoint(recipe, run)
     policy = load_policy(initial, model_options(recipe))
     checkpoint.load_weights(saved, policy.model)
-    folder = options.to or run / "exports" / saved.name
+    folder = options.to or run / "exports" / (saved.name + "-adapter" * options.adapter)
+    if options.adapter:
+        save_adapters(policy, folder, str(initial.absolute()))
+        if dist.get_rank() == 0:
+            print(f"{saved} as an adapter for peft: {folder}")
+        return
     family = family_of(initial)
     processor = load_processor(Path(recipe.model.processor) if recipe.model.processor else initial, family)
     save_checkpoint(policy, folder, processor)
@@ -60,10 +69,24 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     parser.add_argument("--phase", choices=["rl", "warm-up"], default="rl")
     parser.add_argument("--to", type=Path, help="folder to write; default: RUN/exports/CHECKPOINT")
+    parser.add_argument("--adapter", action="store_true", help="write the LoRA adapters alone, for peft")
     try:
         return parser.parse_args(arguments)
     except argparse.ArgumentError as error:
-        raise UserError(f"{error}; usage: python -m megarl.export RUN [--step N] [--phase rl] [--to FOLDER]") from None
+        usage = "python -m megarl.export RUN [--step N] [--phase rl] [--to FOLDER] [--adapter]"
+        raise UserError(f"{error}; usage: {usage}") from None
+
+
+def _refuse_more_than_adapters(recipe: Recipe) -> None:
+    if recipe.model.lora is None:
+        raise UserError("--adapter: the run trained no adapters (model.lora = null): export it without")
+    media = FAMILIES[hf_config(recipe.model.path, recipe.model.config).model_type].media
+    for part in ("vision", "projector"):
+        if media and part not in recipe.model.freeze:
+            raise UserError(
+                f"--adapter: the run trained the {part} too (model.freeze = {recipe.model.freeze}), which is in no "
+                "adapter: export it without"
+            )
 
 
 def _checkpoint(folder: Path, phase: str, step: int | None) -> Path:

@@ -11,6 +11,7 @@ from megarl.algorithms.perception import PerceptionOptions
 from megarl.errors import UserError
 from megarl.media.options import ImageOptions, MediaOptions, VideoOptions
 from megarl.models.build import ModelOptions
+from megarl.models.lora import LoraOptions
 from megarl.partial_rollouts import PartialOptions
 from megarl.platform.kernels import kernels
 from megarl.recipe import Recipe
@@ -48,7 +49,14 @@ def model_options(recipe: Recipe) -> ModelOptions:
         freeze=tuple(recipe.model.freeze),
         cuda_graphs=cuda_graphs(recipe) and recipe.rollout.parallel is None,
         router_replay=recipe.algorithm.router_replay,
+        lora=lora_options(recipe),
     )
+
+
+def lora_options(recipe: Recipe) -> LoraOptions | None:
+    """The adapters that are trained, where the recipe has any."""
+    lora = recipe.model.lora
+    return lora and LoraOptions(lora.rank, lora.alpha, tuple(lora.modules), recipe.seed, lora.merge_for_rollouts)
 
 
 def engine_model_options(recipe: Recipe) -> ModelOptions:

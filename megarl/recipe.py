@@ -44,6 +44,7 @@ from megarl.packing.alignment import Alignment
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Part = Literal["vision", "projector", "language"]
+LoraModule = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 
 
 class Section(BaseModel):
@@ -73,6 +74,18 @@ class TinyProcessor(Section):
     """Pixels (height x width) above which a picture is shrunk."""
 
 
+class LoraSection(Section):
+    rank: PositiveInt = 16
+    """Rows of A and columns of B; a multiple of the tensor-parallel size."""
+    alpha: PositiveFloat = 32.0
+    """B A is multiplied by alpha / rank."""
+    modules: Annotated[list[LoraModule], Field(min_length=1)] = list(get_args(LoraModule))
+    """Layers that have an adapter, by Megatron's names: the projections into and out of attention, and of the MLP."""
+    merge_for_rollouts: bool = True
+    """Add the adapters to the weights while the engine samples, in place; else the engine computes both, more slowly
+    and rounded as in training."""
+
+
 class ModelSection(Section):
     path: str | None = None
     """Folder of a Hugging Face checkpoint to start from; excludes `config`."""
@@ -90,6 +103,8 @@ class ModelSection(Section):
     """Processor built offline, for recipes that start from nothing."""
     freeze: list[Part] = []
     """Parts of the model that are not trained."""
+    lora: LoraSection | None = None
+    """Train low-rank adapters of the language model in place of its weights; null: train the weights."""
 
 
 class ParallelSection(Section):
@@ -710,7 +725,7 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
                 "should be equal",
             )
     yield (
-        set(m.freeze) == set(get_args(Part)) and (r.steps > 0 or r.warmup is not None),
+        set(m.freeze) == set(get_args(Part)) and m.lora is None and (r.steps > 0 or r.warmup is not None),
         "model.freeze steps",
         "nothing is left to train",
     )

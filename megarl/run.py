@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -462,14 +463,16 @@ def build_parts(recipe: Recipe, checkpoint: Path) -> Parts:
 def _build_engine(recipe: Recipe, policy: Policy, checkpoint: Path) -> tuple[RolloutEngine, WeightSync, EngineGroups]:
     """Over the policy's module or one in a layout of its own: `Parts.engine`, `sync` and `data_parallel_ranks`."""
     sampled, groups, sync = policy.model, shared_groups(), SharedWeights
+    in_engine, in_transfer = policy.as_sampled, nullcontext
     if recipe.rollout.parallel is not None:
         options = engine_model_options(recipe)
         groups = resharded_groups(
             options.tensor_model_parallel_size, options.expert_model_parallel_size, options.expert_tensor_parallel_size
         )
         sampled, sync = empty_copy(policy, checkpoint, options, groups.model), ReshardedWeights
-    engine = RolloutEngine(sampled, engine_options(recipe), groups.peers)
-    return engine, sync(engine, policy.model, recipe.rollout.verify_sync), groups
+        in_engine, in_transfer = nullcontext, policy.as_sampled
+    engine = RolloutEngine(sampled, engine_options(recipe), groups.peers, in_engine)
+    return engine, sync(engine, policy.model, recipe.rollout.verify_sync, in_transfer), groups
 
 
 def _load_prompts(

@@ -1,5 +1,6 @@
 """What tests build on a rank.  Imports Megatron: named by `lazy` in test modules."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ def policy(checkpoint: Path, **options) -> Policy:
     return load_policy(checkpoint, ModelOptions(torch.float32, **sizes, **options))
 
 
-def engine(model, peers=None, **options) -> RolloutEngine:
+def engine(model, peers=None, as_sampled=nullcontext, **options) -> RolloutEngine:
     """16 requests at a time, KV blocks of 16 tokens; steps of 1,024 tokens, so that no prompt is split."""
     defaults = dict(
         max_requests=16,
@@ -43,23 +44,25 @@ def engine(model, peers=None, **options) -> RolloutEngine:
         enable_prefix_caching=False,
         enable_chunked_prefill=False,
     )
-    return RolloutEngine(model, EngineOptions(**{**defaults, **options}), peers)
+    return RolloutEngine(model, EngineOptions(**{**defaults, **options}), peers, as_sampled)
 
 
-def parts(checkpoint: Path, layout, engines=None, verify_sync: bool = True, **options) -> Parts:
+def parts(checkpoint: Path, layout, engines=None, verify_sync: bool = True, lora=None, **options) -> Parts:
     """As a run builds them, its trainer begun; the engine in the layout of the job, or of `engines`."""
-    built = policy(checkpoint, sequence_parallel=layout.sequence_parallel)
+    built = policy(checkpoint, sequence_parallel=layout.sequence_parallel, lora=lora)
     training = trainer(built.model)
     sampled, groups, kind = built.model, shared_groups(), SharedWeights
+    in_engine, in_transfer = built.as_sampled, nullcontext
     if engines is not None:
         sizes = engines.tensor_parallel, engines.expert_parallel, engines.expert_tensor_parallel
         groups, kind = resharded_groups(*sizes), ReshardedWeights
         names = "tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
         sizes = dict(zip(names, sizes, strict=True))
-        settings = ModelOptions(torch.float32, sequence_parallel=engines.sequence_parallel, **sizes)
+        settings = ModelOptions(torch.float32, sequence_parallel=engines.sequence_parallel, lora=lora, **sizes)
         sampled = empty_copy(built, checkpoint, settings, groups.model)
-    sampling_engine = engine(sampled, peers=groups.peers, **options)
-    weight_sync = kind(sampling_engine, built.model, verify_sync)
+        in_engine, in_transfer = nullcontext, built.as_sampled
+    sampling_engine = engine(sampled, groups.peers, in_engine, **options)
+    weight_sync = kind(sampling_engine, built.model, verify_sync, in_transfer)
     return Parts(built, training, sampling_engine, weight_sync, groups.data_parallel_ranks, groups.same_prompts)
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from megarl.check import (
     GIB,
     LayerStack,
     ParameterCount,
+    check_lora,
     check_reference,
     count_parameters,
     estimate_memory,
@@ -251,6 +253,38 @@ def test_heads_that_do_not_divide(config):
     ):
         with pytest.raises(UserError, match=key):
             check_heads(config, tensor_parallel)
+
+
+def test_adapters(capsys):
+    """Hand-worked, of 2 layers of width 64, queries and two times 64 wide keys and values, an MLP of twice 256 and 256;
+    rank 8: 8 x (64 + 192 + 64 + 64 + 64 + 512 + 256 + 64) x 2 parameters.  What they are added to is copied in float32
+    (64 x 192 + 64 x 64 + 64 x 512 + 256 x 64) x 2 x 4 bytes."""
+    assert main([DIGITS, "model.dtype=float32", "model.lora.rank=8"]) == 0
+    out = capsys.readouterr().out
+    assert "language 147,840, adapters 20,480\n" in out
+    assert "on the host: under LoRA " in out
+    recipe = digits("model.lora.rank=8")
+    counted = replace(count_parameters(hf_config(None, recipe.model.config)), adapters=20480)
+    assert counted.trained(recipe.model).total == counted.vision + counted.projector + 20480
+    memory = estimate_memory(recipe, hf_config(None, recipe.model.config), counted, "float32", 1)
+    assert memory.gradients == 4 * (57216 + 165120 + 20480)
+    assert memory.merge_snapshot == 65536 * 2 * 4
+
+
+def test_adapters_refused(config):
+    def refusal(*overrides, of=config):
+        with pytest.raises(UserError) as refused:
+            check_lora(digits("model.lora.rank=6", *overrides), of)
+        return str(refused.value)
+
+    check_lora(digits("model.lora.rank=6", "parallel.tensor_model_parallel_size=2"), config)
+    line = refusal("parallel.tensor_model_parallel_size=4")
+    assert line == "model.lora.rank = 6: should be a multiple of parallel.tensor_model_parallel_size = 4"
+    line = refusal("rollout.parallel.tensor_model_parallel_size=4")
+    assert line.endswith("a multiple of rollout.parallel.tensor_model_parallel_size = 4")
+    mixture = hf_config(None, load_recipe(Path(DIGITS).with_name("mixed_experts.yaml")).model.config)
+    assert "'linear_fc1'" in refusal(of=mixture)
+    check_lora(digits("model.lora.rank=6", "model.lora.modules=[linear_qkv, linear_proj]"), mixture)
 
 
 def test_heads_that_do_not_divide_over_context_parallel_ranks(config):
@@ -498,7 +532,8 @@ def test_a_tower_that_is_not_split():
     parallel = digits("parallel.tensor_model_parallel_size=2", "parallel.expert_model_parallel_size=2").parallel
     assert count.on_a_rank(parallel, split_tower=True) == (500 + 2000, 500)
     assert count.on_a_rank(parallel, split_tower=False) == (1000 + 2000, 500)
-    assert count.without(["vision", "language"]) == ParameterCount(0, 200, 0)
+    frozen = digits("model.freeze=[vision, language]").model
+    assert count.trained(frozen) == ParameterCount(0, 200, 0)
 
 
 def test_kv_cache_blocks(config):

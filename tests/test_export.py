@@ -1,5 +1,8 @@
 """`megarl.export`: any checkpoint of a run as transformers takes it."""
 
+import re
+import shutil
+
 import pytest
 import torch
 
@@ -42,6 +45,48 @@ def test_newest(run, tmp_path):
     assert str(tmp_path / "hf") in result.out.splitlines()[-1]
     ours, theirs = (tiny.Reference(f).model.state_dict() for f in (tmp_path / "hf", run / "checkpoint"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory):
+    """A run of two commands that trained adapters alone."""
+    folder = tmp_path_factory.mktemp("adapted")
+    write_digits(folder / "digits", scans=200)
+    sizes = ["warmup=null", "optimizer.warmup_steps=0", "algorithm.prompts_per_step=4", "evaluation.every=0"]
+    overrides = [f"run_dir={folder / 'run'}", f"data.path={folder / 'digits'}", "evaluation.max_prompts=4", *sizes]
+    adapters = ["model.lora.rank=4", "model.freeze=[vision, projector]"]
+    for steps in (1, 2):
+        result = commands.fork(folder, DIGITS, *overrides, *adapters, f"steps={steps}")
+        assert result.code == 0, result.err
+    assert "resumed after rl step 1" in result.out
+    return folder / "run"
+
+
+def test_adapters(lora_run, tmp_path):
+    """peft adds them to the initial model to what the run exported, merged, at its end."""
+    from peft import PeftModel
+
+    result = export(tmp_path, lora_run, "--adapter", "--to", tmp_path / "adapter")
+    assert (result.code, result.err) == (0, "")
+    base = tiny.Reference(lora_run / "initial").model
+    merged = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    theirs = tiny.Reference(lora_run / "checkpoint").model.state_dict()
+    before = tiny.Reference(lora_run / "initial").model.state_dict()
+    assert merged.keys() == theirs.keys()
+    assert max((merged[name] - theirs[name]).abs().max() for name in theirs) < 1e-6
+    assert any((before[name] - theirs[name]).abs().max() > 1e-4 for name in theirs)
+
+
+def test_no_adapters(run, tmp_path):
+    assert "model.lora = null" in export(tmp_path, run, "--adapter").refusal()
+
+
+def test_more_than_adapters(lora_run, tmp_path):
+    shutil.copytree(lora_run, tmp_path / "run")
+    recipe = tmp_path / "run" / "recipe.yaml"
+    recipe.write_text(re.sub(r"freeze:\n( *)- vision\n", r"freeze:\n", recipe.read_text()))
+    line = export(tmp_path, tmp_path / "run", "--adapter").refusal()
+    assert "trained the vision too" in line and "model.freeze = ['projector']" in line
 
 
 @pytest.mark.parametrize(

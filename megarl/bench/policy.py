@@ -37,6 +37,7 @@ def measure(recipe, options) -> list[Line]:
             block_size_tokens=recipe.rollout.block_size_tokens,
             cuda_graphs=settings.cuda_graphs,
         ),
+        as_sampled=policy.as_sampled,
     )
     sampling = SamplingOptions(options.new_tokens, (), recipe.rollout.scoring_temperature)
     lines = []

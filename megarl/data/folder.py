@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megarl.errors import UserError
+from megarl.observe.files import sync_file, sync_folder
 
 
 @contextmanager
@@ -29,6 +30,25 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         _rename(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `folder`; when the block ends its files are on the disk, and it takes the place of
+    `folder`, of which nothing stays.  After an exception `folder` is as it was."""
+    partial, old = (folder.with_name(f"{folder.name}.{word}") for word in ("partial", "old"))
+    for left in (partial, old):
+        shutil.rmtree(left, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    for file in partial.iterdir():
+        sync_file(file)
+    sync_folder(partial)
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _rename(temporary: Path, folder: Path) -> None:

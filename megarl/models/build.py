@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from megarl.errors import UserError, one_line
 from megarl.models.families import Family
 from megarl.models.hf_config import family_of
+from megarl.models.lora import Adapters, LoraOptions
 from megarl.models.router_replay import install
 from megarl.models.weight_files import check_weights
 from megarl.observe.files import sync_file, sync_folder
@@ -49,6 +51,8 @@ class ModelOptions:
     """Capture decode steps; needs a GPU."""
     router_replay: bool = False
     """Record the experts of each token in the engine, and replay them in training."""
+    lora: LoraOptions | None = None
+    """Train adapters of the language model in place of its weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +60,34 @@ class Policy:
     model: torch.nn.Module
     bridge: AutoBridge
     """Knows the way of every weight between Megatron's layout and Hugging Face's."""
+    adapters: Adapters | None = None
+
+    def merged(self) -> AbstractContextManager[None]:
+        """Inside, the weights alone say what the policy is, see `Adapters.merged`.  Collective."""
+        return nullcontext() if self.adapters is None else self.adapters.merged()
+
+    def as_sampled(self) -> AbstractContextManager[None]:
+        """Inside, the weights are those that rollouts are sampled with.  Collective."""
+        merges = self.adapters is not None and self.adapters.options.merge
+        return self.adapters.merged() if merges else nullcontext()
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and whole tensor, on the CPU, as a Hugging Face checkpoint has them, one at a time.  Collective."""
-        return iter(self.bridge.export_hf_weights([self.model.bridged], cpu=True, show_progress=False))
+        """Name and whole tensor, on the CPU, as a Hugging Face checkpoint has them, one at a time; adapters are merged
+        into them.  Collective."""
+        with self.merged():
+            yield from self.base_weights()
+
+    def base_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """`hf_weights` as they are, whatever adapters add to them.  Collective."""
+        for name, tensor in self.bridge.export_hf_weights(
+            [self.model.bridged], cpu=True, show_progress=False, merge_adapter_weights=False
+        ):
+            yield name.replace(".base_layer.", "."), tensor  # peft's name for what an adapter is added to
+
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Likewise those of the adapters, `....lora_A.weight` and `....lora_B.weight`.  Collective."""
+        if self.adapters is not None:
+            yield from self.bridge.export_adapter_weights([self.model.bridged], cpu=True, show_progress=False)
 
 
 def load_policy(folder: Path, options: ModelOptions) -> Policy:
@@ -76,7 +104,7 @@ def load_policy(folder: Path, options: ModelOptions) -> Policy:
     if options.freeze:
         frozen = {part: part in options.freeze for part in ("language", "vision", "projector")}
         model.freeze(frozen["language"], frozen["vision"], frozen["projector"])
-    return Policy(model, bridge)
+    return Policy(model, bridge, options.lora and Adapters(model, options.lora))
 
 
 def empty_copy(policy: Policy, folder: Path, options: ModelOptions, groups: ProcessGroupCollection) -> torch.nn.Module:
@@ -87,7 +115,10 @@ def empty_copy(policy: Policy, folder: Path, options: ModelOptions, groups: Proc
         folder: that `policy` was loaded from.
         options: with the sizes of `groups`.
     """
-    return _model(family_of(folder), policy.bridge, options, groups).eval()
+    model = _model(family_of(folder), policy.bridge, options, groups).eval()
+    if options.lora:
+        Adapters(model, options.lora).switch(not options.lora.merge)
+    return model
 
 
 def _model(family: Family, bridge: AutoBridge, options: ModelOptions, groups: ProcessGroupCollection | None = None):
@@ -103,6 +134,8 @@ def fill(policy: Policy, folder: Path) -> None:
     refuses what `check_weights` does."""
     check_weights(folder)
     policy.bridge.load_hf_weights([policy.model.bridged], folder)
+    if policy.adapters:
+        policy.adapters.clear()
 
 
 def _megatron_config(bridge: AutoBridge, options: ModelOptions):

@@ -46,6 +46,13 @@ class Family:
                 return there + parameter.removeprefix(here)
         return parameter
 
+    def name_in_model(self, weight: str) -> str:
+        """The reverse: of a weight in a checkpoint."""
+        for here, there in self.renamed.items():
+            if weight.startswith(there):
+                return here + weight.removeprefix(there)
+        return weight
+
     def load(self, part: str) -> Any:
         """The object that the field `part` names."""
         module, name = getattr(self, part).split(":")

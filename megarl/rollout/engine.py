@@ -3,7 +3,7 @@
 import copy
 import gc
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -162,12 +162,20 @@ class RolloutEngine:
         options: sizes.
         peers: one rank of each engine that is given the same prompts (`megarl.rollout.spread`); default: the
             context-parallel ranks, which train on the same rows.
+        as_sampled: entered while the engine computes: inside, the model has the weights to sample with, and
+            afterwards those that are trained.
     """
 
-    def __init__(self, model, options: EngineOptions, peers: dist.ProcessGroup | None = None):
+    def __init__(
+        self,
+        model,
+        options: EngineOptions,
+        peers: dist.ProcessGroup | None = None,
+        as_sampled: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
         config = model.language_model.config
         device = next(model.parameters()).device
-        self.model, self._options, self._device = model, options, device
+        self.model, self._options, self._device, self._as_sampled = model, options, device, as_sampled
         self.groups = model.pg_collection
         """`dp_cp` is one rank of each engine of the job."""
         self.peers = self.groups.cp if peers is None else peers
@@ -383,7 +391,7 @@ class RolloutEngine:
         training = self.model.training
         self.model.eval()
         try:
-            with recording(self._replays):
+            with recording(self._replays), self._as_sampled():
                 yield
         finally:
             self.model.train(training)

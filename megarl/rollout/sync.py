@@ -6,6 +6,8 @@ weights where they were.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -28,13 +30,20 @@ class WeightSync(ABC):
         engine: is told that its weights have changed.
         trained: the trainer's module.
         verify: compare every tensor after each sync.
+        as_sampled: entered for a transfer: inside, the trainer's module has the weights to sample with.
     """
 
     bytes: int
     """That a sync writes into the engines' modules, over all ranks."""
 
-    def __init__(self, engine: RolloutEngine, trained: torch.nn.Module, verify: bool):
-        self._engine, self._trained, self._verify = engine, trained, verify
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        trained: torch.nn.Module,
+        verify: bool,
+        as_sampled: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
+        self._engine, self._trained, self._verify, self._as_sampled = engine, trained, verify, as_sampled
 
     def __call__(self) -> None:
         """Collective, after every change of the trainer's weights that the engine is to sample with.
@@ -42,9 +51,10 @@ class WeightSync(ABC):
         Raises:
             CheckFailed: the engine's weights differ, on all ranks.
         """
-        self._transfer()
-        if self._verify and (difference := self._difference()):
-            raise CheckFailed(f"rollout.verify_sync: the engine has other weights than the trainer: {difference}")
+        with self._as_sampled():
+            self._transfer()
+            if self._verify and (difference := self._difference()):
+                raise CheckFailed(f"rollout.verify_sync: the engine has other weights than the trainer: {difference}")
         self._engine.weights_changed()
 
     @abstractmethod
@@ -79,8 +89,14 @@ class SharedWeights(WeightSync):
 class ReshardedWeights(WeightSync):
     """Two modules in two layouts.  The constructor is collective, and leaves the engine with the trainer's weights."""
 
-    def __init__(self, engine: RolloutEngine, trained: torch.nn.Module, verify: bool):
-        super().__init__(engine, trained, verify)
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        trained: torch.nn.Module,
+        verify: bool,
+        as_sampled: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
+        super().__init__(engine, trained, verify, as_sampled)
         self._plan = build_local_reshard_plan(trained, engine.model, trained.config.num_moe_experts)
         self._service = NCCLCopyService() if kernels().gpu else GlooCopyService()
         received = dict(named_refit_tensors(engine.model))

@@ -131,7 +131,7 @@ class Verification:
                 self._job.dtype,
                 recipe.rollout.scoring_temperature,
                 training.objective,
-                tuple(recipe.model.freeze),
+                (*recipe.model.freeze, *["language"] * (recipe.model.lora is not None)),
             )
             torch.save(question, self._folder / CASES)
             save_recipe(recipe, self._folder / RECIPE)

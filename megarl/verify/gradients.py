@@ -24,7 +24,8 @@ def named_gradients(policy: Policy, trainer: Trainer, rows: Sequence[PackedRow],
     """
     found = trainer.gradients(rows, loss)
     with _shown_instead(policy.model, found):
-        yield from policy.hf_weights()
+        yield from policy.base_weights()
+        yield from policy.adapter_weights()
 
 
 @contextmanager

@@ -48,6 +48,12 @@ def _import_without_te() -> None:
         sys.modules.update(dict.fromkeys(names))  # not to be found, see `cuda_on_cpu`
 
 
+def _peft_without_te() -> None:
+    from megatron.bridge.peft import utils
+
+    utils.HAVE_TE = False
+
+
 def _exact_gelu() -> None:
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils import Qwen3VLVisionPatchMerger
 
@@ -135,6 +141,15 @@ PATCHES = [
         "import transformer_engine.pytorch as te",
         _without_te,
         _import_without_te,
+    ),
+    Patch(
+        "peft-without-te",
+        "Bridge's PEFT takes Megatron's names of transformer-engine's layers, which are None without it, for classes",
+        BRIDGE,
+        "megatron/bridge/peft/utils.py",
+        "elif HAVE_TE and any(isinstance(m, te_column_parallel) for te_column_parallel in TECL):",
+        _without_te,
+        _peft_without_te,
     ),
     Patch(
         "exact-gelu",
