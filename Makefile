@@ -3,7 +3,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
-INSTALLED := .venv/.installed
+EXTRAS ?= test,dev
+INSTALLED := .venv/.installed-$(EXTRAS)
 export UV_HTTP_TIMEOUT ?= 300
 
 PYTHON ?=
@@ -15,6 +16,7 @@ ARGS ?=
 
 help:
 	@echo 'make setup        Python 3.12 environment in .venv with everything pinned (PYTHON=... names the interpreter)'
+	@echo '                  EXTRAS=test,dev,gpu: with what a GPU can use; 3rdparty/README.md: with a Megatron of your own'
 	@echo 'make train        train RECIPE=recipes/digits.yaml on N=2 processes; ARGS="seed=2 run_dir=runs/s2" overrides keys'
 	@echo 'make test         tests that take seconds; ARGS="-k packing" goes to pytest'
 	@echo 'make test-slow    kill tests, a real Slurm, more layouts: half an hour'
@@ -63,13 +65,24 @@ format: setup
 docs: setup
 	$(BIN)/python -m tests.test_docs
 
+# Of releases only.  In pyproject.toml the override of megatron-core hides its version, which is said once more.
 constraints: $(BIN)/uv
+	@$(if $(SUBMODULES),echo 'megarl: pins releases: git submodule deinit --all first' >&2; exit 1)
 	$(BIN)/uv pip compile pyproject.toml --all-extras --python $(BIN)/python \
+	  -c <(grep -o 'megatron-core==[^"]*' pyproject.toml) \
 	  --no-emit-index-url --no-header --no-annotate --quiet --output-file constraints.txt
 
+# Submodules that are checked out, and the releases whose place they take (as in setup.py).  They are editable: what runs
+# is what is checked out.
+SUBMODULES := $(wildcard 3rdparty/Megatron-LM/pyproject.toml 3rdparty/Megatron-Bridge/pyproject.toml)
+RELEASES := $(SUBMODULES:3rdparty/Megatron-LM/%=megatron-core)
+RELEASES := $(RELEASES:3rdparty/Megatron-Bridge/%=megatron-bridge)
+
 # uv and not pip, because pip cannot leave out what Megatron Bridge asks for in vain ([tool.uv] in pyproject.toml).
-$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/uv
-	$(BIN)/uv pip install --python $(BIN)/python -c constraints.txt --compile-bytecode -e '.[test,dev]'
+# A folder is newer, too, when a submodule was emptied.
+$(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard 3rdparty/*) $(SUBMODULES) | $(BIN)/uv
+	$(BIN)/uv pip install --python $(BIN)/python -c <(sed '$(RELEASES:%=/^%==/d;)' constraints.txt) --compile-bytecode \
+	  -e '.[$(EXTRAS)]'$(if $(SUBMODULES), --override <(printf -- '-e %s\n' $(abspath $(dir $(SUBMODULES)))))
 	@touch $@
 
 $(BIN)/uv: | $(BIN)/pip

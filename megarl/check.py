@@ -17,6 +17,7 @@ from megarl.errors import UserError
 from megarl.layout import check_context, check_experts, check_heads, check_router_replay
 from megarl.models.families import FAMILIES
 from megarl.models.hf_config import hf_config
+from megarl.pins import check_pins
 from megarl.recipe import (
     AlgorithmSection,
     DataSection,
@@ -407,6 +408,7 @@ def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":
         UserError: the recipe cannot run on `world_size` processes, or from the files that it names.
     """
     check_world(recipe, world_size)
+    check_pins(recipe.pins.model_dump())
     check_folders(recipe.model, recipe.data)
     if recipe.data.generator is not None:
         check_options(recipe.data.generator, recipe.data.generator_options)

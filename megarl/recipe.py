@@ -40,6 +40,7 @@ from megarl.environments.registry import (
 )
 from megarl.errors import UserError, one_line
 from megarl.packing.alignment import Alignment
+from megarl.pins import well_formed
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -594,6 +595,21 @@ class ObserveSection(Section):
     """Rollouts saved at a time."""
 
 
+class PinsSection(Section):
+    megatron_lm: str | None = None
+    """Commit of Megatron-LM (40 hex digits), or release of megatron-core, such as `1.2.3`; null: whatever is
+    installed."""
+    megatron_bridge: str | None = None
+    """Commit of Megatron-Bridge, or release of megatron-bridge; null: whatever is installed."""
+
+    @model_validator(mode="after")
+    def _refuse_malformed(self) -> Self:
+        for key, pin in self.model_dump().items():
+            if pin is not None and not well_formed(pin):
+                raise Conflict({key: pin}, "should be a commit of 40 hex digits or a release, such as 1.2.3")
+        return self
+
+
 class Recipe(Section):
     seed: Annotated[int, Field(ge=0, le=2**32 - 2)] = 1
     """Seed of weights, data order and sampling."""
@@ -631,6 +647,8 @@ class Recipe(Section):
     """When a command ends by itself."""
     observe: ObserveSection = ObserveSection()
     """What the run shows of itself."""
+    pins: PinsSection = PinsSection()
+    """Which Megatron the recipe was made for; another one is refused."""
 
     @property
     def engines_key(self) -> str:

@@ -53,6 +53,8 @@ _MAY_CHANGE = (
     "data.media_threads",
     "environment.timeout_seconds",
     "environment.workers",
+    # which Megatron is installed: without pins another one goes on too
+    "pins",
     # where the data lies: what it is has a hash of its own
     "allow_dataset_change",
     "data.path",

@@ -14,7 +14,9 @@ from megarl.data.generators.digits import write_digits
 from tests import commands
 
 ROOT = Path(__file__).parent.parent
-VARIANTS = sorted((ROOT / "recipes" / "variants").glob("*.yaml"))
+FOLDER = ROOT / "recipes" / "variants"
+# Those that pin a Megatron have the objective of digits.yaml, and not all of them start here: tests/test_pins.py.
+VARIANTS = sorted(set(FOLDER.glob("*.yaml")) - set(FOLDER.glob("pinned_*.yaml")))
 SMALL = (
     *("steps=2", "warmup.steps=4", "warmup.batch_size=16", "algorithm.prompts_per_step=16", "algorithm.group_size=2"),
     *("evaluation.max_prompts=8", "evaluation.at_start=false", "evaluation.every=0", "optimizer.warmup_steps=0"),
