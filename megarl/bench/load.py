@@ -19,11 +19,13 @@ def measure(recipe, options) -> list[Line]:
     from megarl.options import model_options
     from megarl.parallel.agreement import gathered
     from megarl.platform.kernels import kernels
-    from megarl.startup import prepare_checkpoint
+    from megarl.run import start_ranks
+    from megarl.startup import fetch_models, prepare_checkpoint
 
     if dist.get_rank() == 0:
         Path(recipe.run_dir).mkdir(parents=True, exist_ok=True)
     dist.barrier()
+    recipe = fetch_models(recipe, start_ranks())
     checkpoint, settings = prepare_checkpoint(recipe, Path(recipe.run_dir)), model_options(recipe)
     if kernels().gpu:
         torch.cuda.reset_peak_memory_stats()
