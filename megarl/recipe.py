@@ -408,8 +408,8 @@ class AlgorithmSection(Section):
     kl_in: Literal["loss", "reward"] = "loss"
     """Where it counts: at each token of the loss, or summed over the completion in the reward."""
     reference: str | None = None
-    """Folder or name on the hub of a checkpoint of the same sizes and tokens that is the reference, such as a teacher; null:
-    the policy that RL began with."""
+    """Folder or name on the hub of a checkpoint of the same sizes and tokens that is the reference, such as a teacher;
+    null: the policy that RL began with."""
     reference_every: NonNegativeInt = 0
     """RL steps after which the policy becomes its own reference; 0: never."""
     entropy_coefficient: NonNegativeFloat = 0.0
