@@ -17,6 +17,7 @@ from megarl.errors import UserError
 from megarl.layout import check_context, check_experts, check_heads, check_router_replay
 from megarl.models.families import FAMILIES
 from megarl.models.hf_config import hf_config
+from megarl.models.hub import folder_with
 from megarl.pins import check_pins
 from megarl.recipe import (
     AlgorithmSection,
@@ -311,8 +312,11 @@ _OF_NO_WEIGHT = {"max_position_embeddings", "use_cache"}
 
 def check_folders(model: ModelSection, data: DataSection) -> None:
     """Refuses folders that the run would read and that do not exist."""
-    if model.processor is not None and not Path(model.processor).is_dir():
-        raise UserError(f"model.processor = {model.processor!r}: should be a folder with a Hugging Face processor")
+    if model.processor is not None:
+        folder = folder_with("tokenizer_config.json", model.processor, "model.processor")
+        if not folder.is_dir():
+            wanted = "should be a folder with a Hugging Face processor, or a name on the hub"
+            raise UserError(f"model.processor = {model.processor!r}: {wanted}")
     for number, path in enumerate(data.media_folders):
         if not Path(path).is_dir():
             raise UserError(f"data.media_folders[{number}] = {path!r}: should be a folder")

@@ -18,7 +18,7 @@ from megarl.observe.files import replacing
 from megarl.platform.watchdog import Watchdog
 from megarl.recipe import Recipe
 from megarl.run import HeldOut, build_held_out, start_ranks
-from megarl.startup import prepare_data, refuse_other_recipe
+from megarl.startup import fetch_models, prepare_data, refuse_other_recipe
 from megarl.training import checkpoint_folder
 
 _INITIAL = "initial"
@@ -37,6 +37,7 @@ def evaluate_only(recipe: Recipe) -> None:
         refuse_other_recipe(recipe, folder)
         prepare_data(recipe)
     ranks.broadcast(None)  # the others wait for rank 0
+    recipe = fetch_models(recipe, ranks)
     newest, said = checkpoint_folder.newest_whole(folder / "checkpoints", set_aside=False)
     minutes = recipe.limits.no_progress_minutes
     watchdog = Watchdog(minutes and 60 * minutes)

@@ -36,11 +36,12 @@ def export(arguments: list[str]) -> None:
     from megarl.models.adapter_files import save_adapters
     from megarl.models.build import load_policy, save_checkpoint
     from megarl.options import model_options
-    from megarl.startup import load_processor, prepare_checkpoint
+    from megarl.run import start_ranks
+    from megarl.startup import fetch_models, load_processor, prepare_checkpoint
     from megarl.training import checkpoint
 
     saved = _checkpoint(run / "checkpoints", options.phase, options.step)
-    recipe = _of_type(recipe, checkpoint.dtype(saved))
+    recipe = fetch_models(_of_type(recipe, checkpoint.dtype(saved)), start_ranks())
     initial = prepare_checkpoint(recipe, run)
     policy = load_policy(initial, model_options(recipe))
     checkpoint.load_weights(saved, policy.model)

@@ -89,7 +89,7 @@ class LoraSection(Section):
 
 class ModelSection(Section):
     path: str | None = None
-    """Folder of a Hugging Face checkpoint to start from; excludes `config`."""
+    """Folder of a Hugging Face checkpoint to start from, or its name on the hub; excludes `config`."""
     config: dict[str, Any] | None = None
     """A Hugging Face configuration, inline: the model starts from random weights; excludes `path`."""
     init_std: PositiveFloat | None = None
@@ -99,7 +99,7 @@ class ModelSection(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the weights; auto: bfloat16 on a GPU, float32 on a CPU."""
     processor: str | None = None
-    """Folder of a Hugging Face processor; null: `path`, or `tiny_processor`."""
+    """Folder of a Hugging Face processor, or its name on the hub; null: `path`, or `tiny_processor`."""
     tiny_processor: TinyProcessor | None = None
     """Processor built offline, for recipes that start from nothing."""
     freeze: list[Part] = []
@@ -424,8 +424,8 @@ class AlgorithmSection(Section):
     kl_in: Literal["loss", "reward"] = "loss"
     """Where it counts: at each token of the loss, or summed over the completion in the reward."""
     reference: str | None = None
-    """Folder of a Hugging Face checkpoint of the same sizes and tokens that is the reference, such as a teacher; null:
-    the policy that RL began with."""
+    """Folder or name on the hub of a checkpoint of the same sizes and tokens that is the reference, such as a teacher;
+    null: the policy that RL began with."""
     reference_every: NonNegativeInt = 0
     """RL steps after which the policy becomes its own reference; 0: never."""
     entropy_coefficient: NonNegativeFloat = 0.0

@@ -32,7 +32,14 @@ from megarl.rewards import Batch
 from megarl.rollout.engine import Rollout
 from megarl.rollout.spread import generate_spread
 from megarl.run import build_run, draw_key, start_ranks
-from megarl.startup import architecture, keep_recipe, prepare_data, refuse_other_architecture, refuse_other_recipe
+from megarl.startup import (
+    architecture,
+    fetch_models,
+    keep_recipe,
+    prepare_data,
+    refuse_other_architecture,
+    refuse_other_recipe,
+)
 from megarl.training import checkpoint, checkpoint_folder
 from megarl.training.credit import Credit, Scored
 from megarl.training.grpo import PolicyStep, supervised_update
@@ -50,7 +57,7 @@ class Session:
     """One command's stretch of a run.  Its constructor resumes from the run folder's last checkpoint."""
 
     def __init__(self, recipe: Recipe, stop: StopSignal):
-        self._recipe, self._signal = recipe, stop
+        self._signal = stop
         self._started = self._drawn = time.monotonic()
         self._main = dist.get_rank() == 0
         folder = Path(recipe.run_dir)
@@ -60,11 +67,12 @@ class Session:
             refuse_other_recipe(recipe, folder)
             prepare_data(recipe)
         ranks.broadcast(None)  # the others wait for rank 0
+        self._recipe = local = fetch_models(recipe, ranks)
         self._checkpoints, self._reference_folder = folder / "checkpoints", folder / "reference"
         self._newest, self._said = checkpoint_folder.newest_whole(self._checkpoints)
         minutes = recipe.limits.no_progress_minutes
         self._watchdog = Watchdog(minutes and 60 * minutes)
-        self.run = build_run(recipe, folder, ranks, self._watchdog.alive)
+        self.run = build_run(local, folder, ranks, self._watchdog.alive)
         self._sampling = sampling_options(recipe, self.run.stop_ids)
         self.timer = PhaseTimer(torch.cuda.synchronize if kernels().gpu else None, self._watchdog.enter)
         self.policy_step: PolicyStep | None = None

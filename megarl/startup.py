@@ -9,9 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megarl.data.checked import Ranks
 from megarl.data.generators.registry import generate
 from megarl.errors import UserError, one_line
 from megarl.media.expand import media_tokens
+from megarl.models import hub
 from megarl.models.families import FAMILIES, Family
 from megarl.models.hf_config import hf_config
 from megarl.models.random_checkpoint import write_random_checkpoint
@@ -133,6 +135,39 @@ def prepare_data(recipe: Recipe) -> None:
     folder = Path(recipe.data.path)
     if not folder.exists():
         generate(recipe.data.generator, folder, recipe.data.generator_options)
+
+
+def fetch_models(recipe: Recipe, ranks: Ranks) -> Recipe:
+    """The recipe with a folder in place of each name on the Hugging Face hub.  Collective; one rank of each node
+    fetches what its node's cache does not have, at the commit that rank 0 has found.
+
+    Raises:
+        UserError: the hub does not give it, and the cache does not have it.
+    """
+    given = {
+        ("model", "path"): recipe.model.path,
+        ("model", "processor"): recipe.model.processor,
+        ("algorithm", "reference"): recipe.algorithm.reference,
+    }
+    names = ranks.broadcast({place: path for place, path in given.items() if path is not None and hub.on_hub(path)})
+
+    def folders(cached: bool = False) -> dict[tuple[str, str], Path]:
+        return {
+            place: hub.fetch(name, ".".join(place), weights=place[1] != "processor", cached=cached)
+            for place, name in names.items()
+        }
+
+    if ranks.rank == 0:
+        names = {place: hub.at(names[place], folder.name) for place, folder in folders().items()}
+    names = ranks.broadcast(names)
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        folders()
+    ranks.gather(None)  # every node has them
+    changed: dict[str, dict[str, str]] = {}
+    for (section, key), folder in folders(cached=True).items():
+        changed.setdefault(section, {})[key] = str(folder)
+    sections = {name: getattr(recipe, name).model_copy(update=values) for name, values in changed.items()}
+    return recipe.model_copy(update=sections)
 
 
 def prepare_checkpoint(recipe: Recipe, folder: Path) -> Path:

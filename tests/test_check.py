@@ -125,11 +125,11 @@ def test_module_runs_as_a_command():
         ),
         (
             ["model.tiny_processor=null", "model.processor=nowhere"],
-            "model.processor = 'nowhere': should be a folder with a Hugging Face processor",
+            "model.processor = 'nowhere': should be a folder with a Hugging Face processor, or a name on the hub",
         ),
         (
             ["model.path=nowhere", "model.config=null", "model.init_std=null", "model.tiny_processor=null"],
-            "model.path = 'nowhere': should be a folder with a config.json",
+            "model.path = 'nowhere': should be a folder with a config.json, or a name on the hub",
         ),
         (
             ["model.config.text_config.hiden_size=96"],
@@ -580,5 +580,7 @@ def test_a_reference_that_reads_text_alone(tmp_path, key, value):
 
 
 def test_a_reference_that_is_no_checkpoint_is_refused(config):
-    with pytest.raises(UserError, match="^algorithm.reference = 'nowhere': should be a folder with a config.json$"):
+    with pytest.raises(
+        UserError, match="^algorithm.reference = 'nowhere': should be a folder with a config.json, or a name "
+    ):
         check_reference("nowhere", config)

@@ -139,7 +139,7 @@ def test_what_was_written_is_read_back(checkpoint, tmp_path):
     """A disk that does not keep what it is given is caught, and the folder does not appear."""
     from safetensors.torch import save_file
 
-    from megarl.models import build
+    from megarl.models import build, shard_writer
     from tests import policies
 
     def forgetful(tensors, path, **options):
@@ -147,11 +147,11 @@ def test_what_was_written_is_read_back(checkpoint, tmp_path):
         flip(path, -1)
 
     policy = policies.policy(checkpoint)
-    before = build.save_file
-    build.save_file = forgetful
+    before = shard_writer.save_file
+    shard_writer.save_file = forgetful
     try:
         with pytest.raises(UserError, match="model-00001.safetensors is not what was written: .* differs"):
             build.save_checkpoint(policy, tmp_path / "hf", None)
     finally:
-        build.save_file = before
+        shard_writer.save_file = before
     assert not (tmp_path / "hf").exists()

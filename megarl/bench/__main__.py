@@ -3,8 +3,9 @@
 Peers: transformers' `generate` for the engine, a plain PyTorch step (the same Hugging Face model, padded batch,
 torch's AdamW) for training, transformers' processor for media, a plain copy of as many bytes for the weights' way to
 the engine; for parallelism one process, and the same without the means that is measured.  Same weights, prompts,
-lengths and threads; each figure is the median of several rounds in which the two take turns.  `--only sync` runs on
-as many ranks as torchrun starts, in the recipe's layouts; everything else on one.
+lengths and threads; each figure is the median of several rounds in which the two take turns.  For the memory of
+loading a checkpoint the peer is the rank's weights themselves.  `--only sync` and `--only load` run on as many ranks
+as torchrun starts, in the recipe's layouts; everything else on one.
 """
 
 import argparse
@@ -19,7 +20,8 @@ from megarl.platform import launch
 from megarl.platform.kernels import kernels
 from megarl.recipe import load_recipe
 
-PARTS = ("policy", "media", "scaling", "sync")
+PARTS = ("policy", "media", "scaling", "sync", "load")
+_ON_ALL_RANKS = ("sync", "load")
 
 
 def bench(arguments: list[str]) -> None:
@@ -27,7 +29,7 @@ def bench(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="megarl.bench", description=__doc__.splitlines()[0])
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--only", choices=PARTS, help="measure one part; default: all but sync")
+    parser.add_argument("--only", choices=PARTS, help="measure one part; default: all but sync and load")
     parser.add_argument("--requests", default="1,16,64,512", help="concurrent requests, comma separated")
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -38,21 +40,25 @@ def bench(arguments: list[str]) -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_intermixed_args(arguments)
     recipe = load_recipe(options.recipe, options.overrides)
-    if options.only == "sync":
+    if options.only in _ON_ALL_RANKS:
         refuse(recipe, launch.world_size())
     elif launch.world_size() > 1:
-        raise UserError("megarl.bench measures one rank: start it without torchrun, or with --only sync")
+        raise UserError("megarl.bench measures one rank: start it without torchrun, or with --only sync or load")
     lines = []
     if options.only in (None, "scaling"):
         from megarl.bench import scaling
 
         lines += scaling.measure(options)
-    sizes = recipe.parallel.sizes if options.only == "sync" else {}
+    sizes = recipe.parallel.sizes if options.only in _ON_ALL_RANKS else {}
     launch.start(sizes, recipe.seed, recipe.rollout.cuda_graphs and kernels().gpu)
     if options.only == "sync":
         from megarl.bench import sync
 
         lines += sync.measure(recipe, options)
+    if options.only == "load":
+        from megarl.bench import load
+
+        lines += load.measure(recipe, options)
     if options.only in (None, "policy"):
         from megarl.bench import policy
 

@@ -15,9 +15,11 @@ def measure(recipe, options) -> list[Line]:
     from megarl.options import model_options, rl_optimizer
     from megarl.rollout.engine import EngineOptions, RolloutEngine
     from megarl.rollout.sampling import SamplingOptions
-    from megarl.startup import prepare_checkpoint
+    from megarl.run import start_ranks
+    from megarl.startup import fetch_models, prepare_checkpoint
     from megarl.training.trainer import Trainer
 
+    recipe = fetch_models(recipe, start_ranks())
     folder = prepare_checkpoint(recipe, Path(recipe.run_dir))
     settings = model_options(recipe)
     policy = load_policy(folder, settings)

@@ -10,12 +10,13 @@ def measure(recipe, options) -> list[Line]:
     import torch
     import torch.distributed as dist
 
-    from megarl.run import build_parts
-    from megarl.startup import prepare_checkpoint
+    from megarl.run import build_parts, start_ranks
+    from megarl.startup import fetch_models, prepare_checkpoint
 
     if dist.get_rank() == 0:
         Path(recipe.run_dir).mkdir(parents=True, exist_ok=True)
     dist.barrier()
+    recipe = fetch_models(recipe, start_ranks())
     parts = build_parts(recipe, prepare_checkpoint(recipe, Path(recipe.run_dir)))
     kind = "shared" if recipe.rollout.parallel is None else "resharded"
     amount = Line(f"weights, {kind}: moved by a sync, all ranks", "MiB", parts.sync.bytes / 2**20)

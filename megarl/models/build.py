@@ -1,7 +1,5 @@
 """From a Hugging Face checkpoint to the policy on this rank, and back."""
 
-import hashlib
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -14,19 +12,17 @@ import torch
 import torch.distributed as dist
 from megatron.bridge import AutoBridge
 from megatron.core.process_groups_config import ProcessGroupCollection
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 
 from megarl.errors import UserError, one_line
 from megarl.models.families import Family
 from megarl.models.hf_config import family_of
 from megarl.models.lora import Adapters, LoraOptions
 from megarl.models.router_replay import install
+from megarl.models.shard_writer import ShardWriter
 from megarl.models.weight_files import check_weights
 from megarl.observe.files import sync_file, sync_folder
 from megarl.platform.kernels import kernels
-
-_SHARD_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -208,8 +204,9 @@ def _mixture_settings(options: ModelOptions) -> dict:
 
 
 def save_checkpoint(policy: Policy, folder: Path, processor) -> None:
-    """Writes the policy as a Hugging Face checkpoint: weights in safetensors of at most 4 GiB, config,
-    processor and tokenizer.  Collective; rank 0 writes, one shard in memory at a time.
+    """Writes the policy as a Hugging Face checkpoint: weights, config, processor and tokenizer, and the generation
+    config of the checkpoint that it was loaded from.  Collective; rank 0 writes, with one file of at most 1 GiB in
+    memory at a time.
 
     The folder appears whole or not at all, after each tensor was read back.
 
@@ -227,7 +224,7 @@ def save_checkpoint(policy: Policy, folder: Path, processor) -> None:
 
 
 def _save_checkpoint(policy: Policy, folder: Path, processor) -> None:
-    writer = _ShardWriter(folder.with_name(folder.name + ".partial")) if dist.get_rank() == 0 else None
+    writer = ShardWriter(folder.with_name(folder.name + ".partial")) if dist.get_rank() == 0 else None
     for name, tensor in policy.hf_weights():
         if writer:
             writer.add(name, tensor)
@@ -235,6 +232,9 @@ def _save_checkpoint(policy: Policy, folder: Path, processor) -> None:
         writer.close()
         policy.bridge.hf_pretrained.config.save_pretrained(writer.folder)
         processor.save_pretrained(writer.folder)
+        generation = Path(policy.bridge.hf_pretrained.model_name_or_path, "generation_config.json")
+        if generation.is_file():
+            shutil.copyfile(generation, writer.folder / generation.name)
         for file in writer.folder.iterdir():
             sync_file(file)
         sync_folder(writer.folder)
@@ -245,52 +245,3 @@ def _save_checkpoint(policy: Policy, folder: Path, processor) -> None:
         writer.folder.rename(folder)
         sync_folder(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    """Of type, shape and values."""
-    values = tensor.contiguous().flatten().view(torch.uint8).numpy()
-    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + values.tobytes()).hexdigest()
-
-
-class _ShardWriter:
-    def __init__(self, folder: Path):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        self.folder = folder
-        self._shard: dict[str, torch.Tensor] = {}
-        self._bytes = self._total = 0
-        self._files: list[tuple[str, dict[str, str]]] = []
-        """Each with the digests of its tensors."""
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        if self._shard and self._bytes + tensor.nbytes > _SHARD_BYTES:
-            self._flush()
-        self._shard[name] = tensor.contiguous().clone()
-        self._bytes += tensor.nbytes
-        self._total += tensor.nbytes
-
-    def _flush(self) -> None:
-        file = f"model-{len(self._files) + 1:05d}.safetensors"
-        save_file(self._shard, self.folder / file, metadata={"format": "pt"})
-        self._files.append((file, {name: _digest(tensor) for name, tensor in self._shard.items()}))
-        self._shard, self._bytes = {}, 0
-        self._read_back(*self._files[-1])
-
-    def _read_back(self, file: str, written: dict[str, str]) -> None:
-        with safe_open(self.folder / file, "pt") as tensors:
-            found = {name: _digest(tensors.get_tensor(name)) for name in tensors.keys()}
-        for name in written.keys() | found.keys():
-            if written.get(name) != found.get(name):
-                raise UserError(f"{self.folder / file} is not what was written: {name} differs")
-
-    def close(self) -> None:
-        self._flush()
-        if len(self._files) == 1:
-            (self.folder / self._files[0][0]).rename(self.folder / "model.safetensors")
-            return
-        index = {
-            "metadata": {"total_size": self._total},
-            "weight_map": {name: file for file, names in self._files for name in names},
-        }
-        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

@@ -7,28 +7,30 @@ from typing import TYPE_CHECKING
 
 from megarl.errors import UserError, one_line
 from megarl.models.families import FAMILIES, Family
+from megarl.models.hub import folder_with
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
 def hf_config(path: str | None, inline: dict | None, key: str = "model.path") -> "PreTrainedConfig":
-    """The Hugging Face configuration of a model, from a checkpoint folder, which the recipe's `key` names, or given
-    inline (`model_type` and its keys).
+    """The Hugging Face configuration of a model: that of a checkpoint, the folder or name on the hub that the recipe's
+    `key` gives, or one given inline (`model_type` and its keys).
 
     Raises:
         UserError: no such folder, another family, an unknown key or a wrong type inside the configuration, a mixture
             of experts with layers that have none.
     """
-    if path is not None and not Path(path, "config.json").is_file():
-        raise UserError(f"{key} = {path!r}: should be a folder with a config.json")
+    folder = None if path is None else folder_with("config.json", path, key)
+    if folder is not None and not (folder / "config.json").is_file():
+        raise UserError(f"{key} = {path!r}: should be a folder with a config.json, or a name on the hub")
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     source = "model.config" if path is None else f"{key} = {path!r}"
     try:
-        if path is not None:
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
+        if folder is not None:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
         else:
             values = copy.deepcopy(inline)  # transformers rewrites the dictionaries that it is given
             config = AutoConfig.for_model(values.pop("model_type"), **values)

@@ -9,11 +9,11 @@ import math
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
 from megarl.data.folder import whole_folder
-from megarl.models.weight_files import parameter_shapes
+from megarl.models.shard_writer import ShardWriter
+from megarl.models.weight_files import Shape, parameter_shapes
 
 _RESIDUAL_OUTPUTS = (
     "self_attn.o_proj.weight",
@@ -30,25 +30,27 @@ def write_random_checkpoint(folder: Path, config: PretrainedConfig, processor, s
     Matrices and embeddings are normal with standard deviation `std` (the config's `initializer_range` where
     it is None); those that write into the residual stream are divided by sqrt(2 x layers) of their tower if
     `scale_output` (GPT-2's rule; Radford et al. 2019, section 2.3).  Norm weights are 1, biases 0.  Each
-    tensor is drawn from its own generator, seeded by `seed` and its name.
+    tensor is drawn from its own generator, seeded by `seed` and its name, and written before all are drawn.
     """
     if folder.exists():
         return
     text, vision = config.get_text_config(), getattr(config, "vision_config", None)
     std = text.initializer_range if std is None else std
-    weights = {}
-    for name, shape in parameter_shapes(config).items():
-        if len(shape) == 1:
-            fill = torch.zeros if name.endswith("bias") else torch.ones
-            weights[name] = fill(shape)
-            continue
-        scale = std
-        if scale_output and name.endswith(_RESIDUAL_OUTPUTS):
-            scale /= math.sqrt(2 * (vision.depth if "visual." in name else text.num_hidden_layers))
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        weights[name] = torch.randn(shape, generator=generator) * scale
     with whole_folder(folder) as partial:
-        save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+        writer = ShardWriter(partial)
+        for name, shape in parameter_shapes(config).items():
+            scale = std
+            if scale_output and name.endswith(_RESIDUAL_OUTPUTS):
+                scale /= math.sqrt(2 * (vision.depth if "visual." in name else text.num_hidden_layers))
+            writer.add(name, _draw(name, shape, scale, seed))
+        writer.close()
         config.save_pretrained(partial)
         processor.save_pretrained(partial)
+
+
+def _draw(name: str, shape: Shape, std: float, seed: int) -> torch.Tensor:
+    if len(shape) == 1:
+        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    return torch.randn(shape, generator=generator) * std

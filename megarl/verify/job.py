@@ -25,8 +25,8 @@ from megarl.recipe import Recipe
 from megarl.rollout.engine import Rollout
 from megarl.rollout.sampling import SamplingOptions
 from megarl.rollout.spread import generate_spread
-from megarl.run import build_parts, draw_key
-from megarl.startup import load_processor, prepare_checkpoint, prepare_data, stop_tokens
+from megarl.run import build_parts, draw_key, start_ranks
+from megarl.startup import fetch_models, load_processor, prepare_checkpoint, prepare_data, stop_tokens
 from megarl.training.reduce import over_data_parallel
 from megarl.training.trainer import Trainer
 from megarl.verify.cases import Case, advantages, first_prompts, loss
@@ -94,7 +94,8 @@ class Job:
     """
 
     def __init__(self, recipe: Recipe, folder: Path, prompts: int, rollouts: int, new_tokens: int):
-        self.recipe, self._rollouts = recipe, rollouts
+        self.recipe = recipe = fetch_models(recipe, start_ranks())
+        self._rollouts = rollouts
         if dist.get_rank() == 0:
             prepare_data(recipe)
         dist.barrier()

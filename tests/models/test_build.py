@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoProcessor
 
 from megarl.errors import UserError
+from megarl.models import shard_writer
 from megarl.models.random_checkpoint import write_random_checkpoint
 from tests import tiny
 from tests.distributed import LAYOUTS, TP1, lazy
@@ -20,9 +21,7 @@ build = lazy("megarl.models.build")
 
 def _export(checkpoint, folder, sequence_parallel, shard_bytes=None):
     if shard_bytes:
-        import megarl.models.build as module
-
-        module._SHARD_BYTES = shard_bytes
+        shard_writer.SHARD_BYTES = shard_bytes
     policy = policies.policy(checkpoint, sequence_parallel=sequence_parallel)
     build.save_checkpoint(policy, folder, AutoProcessor.from_pretrained(checkpoint))
 
@@ -118,6 +117,15 @@ def test_random_spread(checkpoint, tmp_path, scale):
         assert float(tensor.std()) == pytest.approx(expected, rel=0.1), name
         assert abs(float(tensor.mean())) < 0.1 * expected
     assert len(seen) == (4 if scale else 0)
+
+
+def test_random_in_several_files(checkpoint, tmp_path, monkeypatch):
+    """The same weights: no more of them than fill a file are held at a time."""
+    _random(tmp_path / "whole", checkpoint)
+    monkeypatch.setattr(shard_writer, "SHARD_BYTES", 100_000)
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    write_random_checkpoint(tmp_path / "files", tiny._config(processor, False), processor, 0.5, True, 3)
+    assert len(same_tensors(tmp_path / "files", tmp_path / "whole")) > 3
 
 
 def test_random_default_spread(checkpoint, tmp_path):

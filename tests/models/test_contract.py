@@ -220,6 +220,41 @@ def _saved_again(folder, out):
 
 
 @every_family
+def test_load_save_load_in_bfloat16(ranks, family, folder, tmp_path):
+    """On two ranks that share the weights: the files hold the source's weights rounded once, and what is loaded from
+    them has the same bits."""
+    ranks.run(_saved_and_loaded, folder, tmp_path / "out", **TP2.job)
+    found, expected = (load_file(f / "model.safetensors") for f in (tmp_path / "out", folder))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name].to(torch.bfloat16)) for name, tensor in found.items())
+
+
+def _saved_and_loaded(folder, out):
+    options = build.ModelOptions(torch.bfloat16, tensor_model_parallel_size=TP2.tensor_parallel)
+    policy = build.load_policy(folder, options)
+    build.save_checkpoint(policy, out, tiny.load_processor(folder, family_of(folder)))
+    again = dict(build.load_policy(out, options).model.named_parameters())
+    assert all(p.dtype is torch.bfloat16 and torch.equal(p, again[n]) for n, p in policy.model.named_parameters())
+
+
+@every_family
+def test_what_travels(ranks, family, folder, tmp_path):
+    """The user's own chat template, the tokenizer, the processor and the generation config, as they lie there."""
+    source, out = shutil.copytree(folder, tmp_path / "source"), tmp_path / "out"
+    (source / "chat_template.jinja").write_text("{% for m in messages %}<<{{ m.role }}>>{% endfor %}")
+    (source / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20,   "eos_token_id": [3, 2]}')
+    ranks.run(_saved_again, source, out)
+    for name in ("generation_config.json", "chat_template.jinja"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    ours, theirs = (tiny.load_processor(f, family) for f in (out, source))
+    said = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    assert ours.apply_chat_template(said, tokenize=False) == "<<user>>"
+    assert ours.tokenizer.get_vocab() == theirs.tokenizer.get_vocab()
+    for part in ("image_processor", "video_processor") if family.media else ():
+        assert getattr(ours, part).to_dict() == getattr(theirs, part).to_dict()
+
+
+@every_family
 def test_frequencies_stay_float32(ranks, family, folder):
     """In a bfloat16 model too, as in transformers: rounded, they turn far tokens by another angle."""
     for rounded, exact in ranks.run(_frequencies, folder)[0]:

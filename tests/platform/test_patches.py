@@ -107,3 +107,13 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
             with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
                 planner.load_bytes(item, stream)
     assert not (tmp_path / "done").exists()
+
+
+@pytest.mark.ranks(1)
+def test_the_meta_device_takes_no_memory():
+    """What has no device of its own goes where torch was told, as it does where nothing is patched."""
+    import torch
+
+    with torch.device("meta"):
+        made = [torch.nn.Linear(2, 2).weight, torch.zeros(2), torch.empty(2, pin_memory=False), torch.arange(3)]
+    assert {tensor.device.type for tensor in made} == {"meta"}

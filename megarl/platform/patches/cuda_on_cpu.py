@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 
 import torch
+from torch.utils._device import _device_constructors
 
 from megarl.platform.kernels import Kernels
 from megarl.platform.patches import CORE, Patch
@@ -40,6 +41,8 @@ def _on_cpu(factory):
 
 
 def _factories() -> None:
+    # `torch.device("meta")` acts on the functions that torch has when this list is first asked for.
+    _device_constructors()
     for name in ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
