@@ -2,7 +2,8 @@
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import isnan
 from pathlib import Path
 
 import torch
@@ -95,17 +96,18 @@ def lines(model: str, folder: Path) -> list[Line]:
                 f"{max(map(max, engine)):.1f}",
             )
         )
-    worst = {}
+    where = []
 
     def gradients(of) -> dict[str, float]:
         each, together = gradient_distances(of.gradients, exact.gradients)
-        worst[of is found] = max(each, key=lambda name: (each[name] != each[name], each[name]))
-        return {"all": together, "worst": each[worst[of is found]]}
+        worst = max(each, key=lambda name: (isnan(each[name]), each[name]))
+        parts = {name: (each[name] * float(exact.gradients[name].norm())) ** 2 for name in each}
+        most = max(parts, key=parts.__getitem__)
+        where.append(f"worst {worst}, {parts[most] / max(sum(parts.values()), 1e-30):.0%} of all from {most}")
+        return {"all": together, "worst": each[worst]}
 
     last = line(GRADIENTS, gradients, {"worst": FLOAT32_GRADIENT})
-    names = f"of {len(exact.gradients)} weights, worst {worst[True]}"
-    names += f"; transformers' worst {worst[False]}" if half else ""
-    return [*result, Line(model, last.what, last.ours, last.own, last.at_most, names)]
+    return [*result, replace(last, note=f"{len(exact.gradients)} weights; {'; transformers: '.join(where)}")]
 
 
 def _theirs(asked: Asked, sampled: Sequence[Case], dtype: torch.dtype) -> _Theirs:
