@@ -228,34 +228,34 @@ def make_prompts(folder: Path, processor_folder: Path) -> dict[str, EncodedPromp
     d = write_picture(folder / "d.png", 4, 32, 32)
     v = write_video(folder / "v.mp4", 5, frames=9, width=24, height=16)
     w = write_video(folder / "w.mp4", 6, frames=9, width=24, height=16)
-    head = _words(1, 36)
-    long_head = _words(2, 130)
+    head = words(1, 36)
+    long_head = words(2, 130)
     contents = {
-        "text": [_words(3, 37)],
-        "image": [head, a, _words(4, 20)],
-        "other_image": [head, b, _words(4, 20)],
-        "repeat": [head, a, _words(4, 20)],
-        "images": [a, c, _words(5, 9), d, _words(6, 3)],
-        "long_text": [long_head, _words(7, 25)],
-        "long_image": [_words(8, 50), d, _words(9, 60), b, _words(10, 30)],
-        "same_prefix": [long_head, _words(11, 12)],
-        "video": [_words(12, 20), v, _words(13, 8)],
-        "other_video": [_words(12, 20), w, _words(13, 8)],
-        "both": [b, _words(14, 5), v, _words(15, 7), a],
+        "text": [words(3, 37)],
+        "image": [head, a, words(4, 20)],
+        "other_image": [head, b, words(4, 20)],
+        "repeat": [head, a, words(4, 20)],
+        "images": [a, c, words(5, 9), d, words(6, 3)],
+        "long_text": [long_head, words(7, 25)],
+        "long_image": [words(8, 50), d, words(9, 60), b, words(10, 30)],
+        "same_prefix": [long_head, words(11, 12)],
+        "video": [words(12, 20), v, words(13, 8)],
+        "other_video": [words(12, 20), w, words(13, 8)],
+        "both": [b, words(14, 5), v, words(15, 7), a],
         "prose": ["<|image_pad|>", a, "<|vision_start|><|video_pad|><|vision_end|> <image>"],
     }
     return {
-        name: encoder.encode(Prompt(index, index + 1, _message(parts), "7", "tiny"))
+        name: encoder.encode(Prompt(index, index + 1, message(parts), "7", "tiny"))
         for index, (name, parts) in enumerate(contents.items())
         if family.media or all(isinstance(part, str) for part in parts)
     }
 
 
-def _words(seed: int, length: int) -> str:
+def words(seed: int, length: int) -> str:
     return "".join(np.random.RandomState(seed).choice(list(ALPHABET), length))
 
 
-def _message(parts: Sequence[str | Path]) -> tuple[dict]:
+def message(parts: Sequence[str | Path]) -> tuple[dict]:
     def part(value):
         if isinstance(value, str):
             return {"type": "text", "text": value}

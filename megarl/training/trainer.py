@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import (
@@ -229,29 +230,32 @@ class Trainer:
 
     def _forward(self, row: PackedRow) -> Tensor:
         """float32 `[2, completion tokens]`: log-probabilities and entropies."""
-        bounds = torch.tensor(row.bounds, dtype=torch.int32, device=self._device)
-        longest = max(b - a for a, b in zip(row.bounds, row.bounds[1:], strict=False))
-        pixels = grids = None
-        if row.items:
-            pixels = torch.cat([i.pixels for i in row.items])  # on the CPU: a rank may need a part of them only
-            grids = torch.tensor([i.grid for i in row.items])
         routing = row.routing_indices
         self._replay.begin(None if routing is None else routing.to(self._device))
         return self._ddp(
-            ids=row.ids.to(self._device),
-            positions=row.positions.to(self._device),
-            packed_seq_params=PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=bounds,
-                cu_seqlens_kv=bounds,
-                max_seqlen_q=longest,
-                max_seqlen_kv=longest,
-            ),
-            feature_rows=row.feature_rows.to(self._device),
-            pixels=pixels,
-            grids=grids,
+            **row_arguments(row, self._device),
             output_processor=token_log_probs,
             output_processor_context=LogProbRequest(
                 row.predictors.to(self._device), row.targets.to(self._device), self._temperature, self._chunk
             ),
         )
+
+
+def row_arguments(row: PackedRow, device: torch.device) -> dict[str, Any]:
+    """What `megarl.models.policy_model.PolicyModel.forward` takes of a row, on `device`."""
+    bounds = torch.tensor(row.bounds, dtype=torch.int32, device=device)
+    longest = max(b - a for a, b in zip(row.bounds, row.bounds[1:], strict=False))
+    pixels = grids = None
+    if row.items:
+        pixels = torch.cat([i.pixels for i in row.items])  # on the CPU: a rank may need a part of them only
+        grids = torch.tensor([i.grid for i in row.items])
+    return {
+        "ids": row.ids.to(device),
+        "positions": row.positions.to(device),
+        "packed_seq_params": PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+        ),
+        "feature_rows": row.feature_rows.to(device),
+        "pixels": pixels,
+        "grids": grids,
+    }

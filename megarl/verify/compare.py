@@ -131,14 +131,14 @@ def log_prob_distance(found: Tensor, expected: Tensor) -> dict[str, float]:
 
 def gradient_distances(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[dict[str, float], float]:
     """|found - expected| / |expected| (2-norms) by name, and of all together; NaN for what was not found or has another
-    shape."""
+    shape.  Computed where `expected` is."""
     total = norm(expected)
     each, squares = {}, 0.0
     for name, gradient in expected.items():
         if name not in found or found[name].shape != gradient.shape:
             each[name] = squares = math.nan
             continue
-        distance = float((found[name].double() - gradient.double()).norm())
+        distance = float((found[name].to(gradient.device).double() - gradient.double()).norm())
         each[name] = distance / max(float(gradient.double().norm()), _SILENT * total, 1e-30)
         squares += distance**2
     return each, math.sqrt(squares) / max(total, 1e-30)

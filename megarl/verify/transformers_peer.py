@@ -6,6 +6,7 @@ A process of its own, in which nothing of torch is patched.  It gives
 
 import inspect
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -21,57 +22,85 @@ _KINDS = {"image": 1, "video": 2}
 
 
 class Transformers:
-    """The checkpoint, its weights rounded to the job's type, computing in `dtype`."""
+    """A checkpoint in transformers.
 
-    def __init__(self, asked: Asked, dtype: torch.dtype):
-        self._asked, self._dtype = asked, dtype
+    Args:
+        checkpoint: the folder.
+        weights: the type that its weights are rounded to.
+        dtype: what is computed in, of no fewer bits.
+        temperature: divides the logits.
+        freeze: of `vision`, `projector`, `language`: what gets no gradient.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        weights: torch.dtype,
+        dtype: torch.dtype,
+        temperature: float = 1.0,
+        freeze: Sequence[str] = (),
+    ):
+        self._dtype, self._temperature = dtype, temperature
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._family = family_of(asked.checkpoint)
-        model = self._family.hf_class.from_pretrained(asked.checkpoint, dtype=asked.dtype)
+        self._family = family_of(checkpoint)
+        # What stands for exact must be: cuDNN, which embeds the patches, rounds float32 to 10 bits by default.
+        torch.backends.cudnn.allow_tf32 = False
+        model = self._family.hf_class.from_pretrained(checkpoint, dtype=weights).to(self._device)
         # Upwards only: `to` would round the rotary frequencies too, which are float32 in every model.
-        self._model = (model if dtype is asked.dtype else model.to(dtype)).to(self._device).eval()
+        self.model = (model if dtype is weights else model.to(dtype)).eval()
         # transformers gives the padding token's embedding no gradient, even where it was sampled.
-        self._model.get_input_embeddings().padding_idx = None
-        self._freeze()
+        self.model.get_input_embeddings().padding_idx = None
+        self._freeze(freeze)
 
-    def _freeze(self) -> None:
-        language = {*self._model.get_decoder().parameters(), *self._model.get_output_embeddings().parameters()}
-        for name, parameter in self._model.named_parameters():
+    def _freeze(self, freeze: Sequence[str]) -> None:
+        language = {*self.model.get_decoder().parameters(), *self.model.get_output_embeddings().parameters()}
+        for name, parameter in self.model.named_parameters():
             part = "language" if parameter in language else "projector" if PROJECTOR.search(name) else "vision"
-            parameter.requires_grad_(part not in self._asked.freeze)
+            parameter.requires_grad_(part not in freeze)
 
-    def answers(self) -> Answers:
-        """Forward and backward, one case at a time."""
-        cases = self._asked.cases
+    def differentiate(
+        self, cases: Sequence[Case], loss: Callable[[Case, Tensor, Tensor], Tensor]
+    ) -> tuple[list[Tensor], float]:
+        """Forward and backward, one case at a time.
+
+        Args:
+            loss: `(case, log-probabilities [n], entropies [n]) -> loss`, summed over the completion.
+
+        Returns:
+            (log-probabilities float32 `[n]` per case on the CPU, the loss per completion token.)
+        """
         tokens = sum(case.completion.numel() for case in cases)
         scored, total = [], 0.0
         for case in cases:
-            log_probs, entropy = self._log_probs(case)
-            summed, _ = loss([case], log_probs, entropy, self._asked.objective)
+            log_probs, entropy = self.log_probs(case)
+            summed = loss(case, log_probs, entropy)
             (summed / tokens).backward()
             scored.append(log_probs.detach().cpu())
-            total += float(summed)
-        gradients = {}
-        for name, parameter in self._model.named_parameters():
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients[self._family.name_in_checkpoint(name)] = gradient.float().cpu()
-        return Answers(scored, gradients, total / tokens)
+            total += float(summed.detach())
+        return scored, total / tokens
 
-    def _log_probs(self, case: Case) -> tuple[Tensor, Tensor]:
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """What `differentiate` has added up, of its loss per token: name in a checkpoint and gradient, of the type that
+        was computed in and where the model is; zeros where there is none."""
+        for name, parameter in self.model.named_parameters():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            yield self._family.name_in_checkpoint(name), gradient
+
+    def log_probs(self, case: Case) -> tuple[Tensor, Tensor]:
         """float32 `[n]` each: log-probabilities of the completion, entropies of the distributions."""
-        logits = self._logits(case)[case.prompt.ids.numel() - 1 : -1].float() / self._asked.temperature
+        logits = self.logits(case)[case.prompt.ids.numel() - 1 : -1].float() / self._temperature
         log_probs = logits.log_softmax(-1)
         chosen = log_probs.gather(1, case.completion.to(self._device)[:, None])[:, 0]
         return chosen, -(log_probs.exp() * log_probs).sum(-1)
 
-    def _logits(self, case: Case) -> Tensor:
+    def logits(self, case: Case) -> Tensor:
         """`[tokens, vocabulary]`.  A media token that was spelled out or sampled is text: transformers, which looks
         for media by id, is given another id there and the right embedding."""
         prompt = case.prompt
-        config, embeddings = self._model.config, self._model.get_input_embeddings()
+        config, embeddings = self.model.config, self.model.get_input_embeddings()
         ids = torch.cat([prompt.ids, case.completion])[None].to(self._device)
         if not self._family.media:
-            return self._model(input_ids=ids, use_cache=False).logits[0]
+            return self.model(input_ids=ids, use_cache=False).logits[0]
         kinds = torch.zeros_like(ids)
         kinds[0, : prompt.ids.numel()][prompt.media_mask.to(self._device)] = torch.tensor(
             [
@@ -90,7 +119,7 @@ class Transformers:
 
         hook = embeddings.register_forward_hook(embed)
         try:
-            return self._model(
+            return self.model(
                 input_ids=ids.masked_fill(literal, 0),
                 attention_mask=torch.ones_like(ids),
                 mm_token_type_ids=kinds,
@@ -110,20 +139,28 @@ class Transformers:
             if items:
                 arguments[pixels] = torch.cat([item.pixels for item in items]).to(self._device, self._dtype)
                 arguments[grids] = torch.tensor([item.grid for item in items], device=self._device)
-        if "second_per_grid_ts" in inspect.signature(self._model.forward).parameters:
-            patch = self._model.config.vision_config.temporal_patch_size
+        if "second_per_grid_ts" in inspect.signature(self.model.forward).parameters:
+            patch = self.model.config.vision_config.temporal_patch_size
             videos = [item for item in case.prompt.items if item.kind == "video"]
             arguments["second_per_grid_ts"] = [item.seconds_per_patch(patch) for item in videos]
         return arguments
 
 
+def _answers(asked: Asked, dtype: torch.dtype) -> Answers:
+    model = Transformers(asked.checkpoint, asked.dtype, dtype, asked.temperature, asked.freeze)
+
+    def of_case(case: Case, log_probs: Tensor, entropy: Tensor) -> Tensor:
+        return loss([case], log_probs, entropy, asked.objective)[0]
+
+    scored, mean = model.differentiate(asked.cases, of_case)
+    return Answers(scored, {name: gradient.float().cpu() for name, gradient in model.gradients()}, mean)
+
+
 def answer(folder: Path) -> None:
     """Reads the question, writes the answers: `{"float32": Answers, "bfloat16": Answers or absent}`."""
-    asked = torch.load(folder / CASES, weights_only=False)
+    asked: Asked = torch.load(folder / CASES, weights_only=False)
     names = ["float32"] if asked.dtype is torch.float32 else ["float32", "bfloat16"]
-    answers = {}
-    for name in names:
-        answers[name] = Transformers(asked, getattr(torch, name)).answers()
+    answers = {name: _answers(asked, getattr(torch, name)) for name in names}
     torch.save(answers, folder / answered("transformers"))
 
 
