@@ -14,6 +14,7 @@ from megatron.bridge import AutoBridge
 from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors import SafetensorError
 
+from megarl.data.folder import replaced_folder
 from megarl.errors import UserError, one_line
 from megarl.models.families import Family
 from megarl.models.hf_config import family_of
@@ -21,7 +22,6 @@ from megarl.models.lora import Adapters, LoraOptions
 from megarl.models.router_replay import install
 from megarl.models.shard_writer import ShardWriter
 from megarl.models.weight_files import check_weights
-from megarl.observe.files import sync_file, sync_folder
 from megarl.platform.kernels import kernels
 
 
@@ -224,24 +224,16 @@ def save_checkpoint(policy: Policy, folder: Path, processor) -> None:
 
 
 def _save_checkpoint(policy: Policy, folder: Path, processor) -> None:
-    writer = ShardWriter(folder.with_name(folder.name + ".partial")) if dist.get_rank() == 0 else None
-    for name, tensor in policy.hf_weights():
+    main = dist.get_rank() == 0
+    with replaced_folder(folder) if main else nullcontext() as partial:
+        writer = ShardWriter(partial) if main else None
+        for name, tensor in policy.hf_weights():
+            if writer:
+                writer.add(name, tensor)
         if writer:
-            writer.add(name, tensor)
-    if writer:
-        writer.close()
-        policy.bridge.hf_pretrained.config.save_pretrained(writer.folder)
-        processor.save_pretrained(writer.folder)
-        generation = Path(policy.bridge.hf_pretrained.model_name_or_path, "generation_config.json")
-        if generation.is_file():
-            shutil.copyfile(generation, writer.folder / generation.name)
-        for file in writer.folder.iterdir():
-            sync_file(file)
-        sync_folder(writer.folder)
-        old = folder.with_name(folder.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            folder.rename(old)
-        writer.folder.rename(folder)
-        sync_folder(folder.parent)
-        shutil.rmtree(old, ignore_errors=True)
+            writer.close()
+            policy.bridge.hf_pretrained.config.save_pretrained(partial)
+            processor.save_pretrained(partial)
+            generation = Path(policy.bridge.hf_pretrained.model_name_or_path, "generation_config.json")
+            if generation.is_file():
+                shutil.copyfile(generation, partial / generation.name)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -20,10 +19,8 @@ class ShardWriter:
     def __init__(self, folder: Path):
         """
         Args:
-            folder: made, in place of what is there.
+            folder: is there, and empty.
         """
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
         self.folder = folder
         self._shard: dict[str, torch.Tensor] = {}
         self._bytes = self._total = 0

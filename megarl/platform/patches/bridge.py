@@ -43,9 +43,17 @@ def _import_without_te() -> None:
     package.__path__, package.__version__, package.pytorch, pytorch.ops = [], "0.0.0", pytorch, ops
     sys.modules.update(zip(names, modules, strict=True))
     try:
-        import megatron.bridge  # noqa: F401
+        _late_modelopt()
     finally:
         sys.modules.update(dict.fromkeys(names))  # not to be found, see `cuda_on_cpu`
+
+
+def _late_modelopt() -> None:
+    sys.modules["modelopt"] = None  # not to be found
+    try:
+        import megatron.bridge  # noqa: F401
+    finally:
+        del sys.modules["modelopt"]
 
 
 def _peft_without_te() -> None:
@@ -141,6 +149,15 @@ PATCHES = [
         "import transformer_engine.pytorch as te",
         _without_te,
         _import_without_te,
+    ),
+    Patch(
+        "late-modelopt",
+        "Bridge imports all of modelopt where it is installed, which takes 3 s: it is not found during that import",
+        BRIDGE,
+        "megatron/bridge/training/checkpointing.py",
+        "from modelopt.torch.opt.plugins import (",
+        _always,
+        _late_modelopt,
     ),
     Patch(
         "peft-without-te",
