@@ -238,7 +238,7 @@ def estimate_memory(
 
     return Memory(
         weights=item * shard,
-        engine_weights=0 if rollout.parallel is None else item * sum(parameters.on_a_rank(engine, split_tower)),
+        engine_weights=item * sum(parameters.on_a_rank(engine, split_tower)) if recipe.own_engine else 0,
         gradients=4 * trained,
         optimizer_state=state,
         reference_snapshot=_reference(recipe, item * shard, item * trained),
@@ -345,6 +345,16 @@ def check_parts(model: ModelSection, config: "PreTrainedConfig") -> None:
         raise UserError(f"model.tiny_processor.patch_size = {tiny.patch_size}: a {config.model_type} {reads}")
 
 
+def check_quantization(recipe: Recipe, config: "PreTrainedConfig") -> None:
+    """Refuses to quantise experts."""
+    asked = recipe.rollout.quantization
+    if asked is not None and getattr(config.get_text_config(), "num_experts", None):
+        raise UserError(
+            f"rollout.quantization.format = {asked.format!r}: a {config.model_type} is a mixture of experts, which are "
+            "not quantised; should be rollout.quantization = null"
+        )
+
+
 def check_lora(recipe: Recipe, config: "PreTrainedConfig") -> None:
     """Refuses adapters that do not divide over the tensor-parallel ranks, and those of experts."""
     lora = recipe.model.lora
@@ -422,6 +432,7 @@ def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":
         check_reference(recipe.algorithm.reference, config)
     check_parts(recipe.model, config)
     check_lora(recipe, config)
+    check_quantization(recipe, config)
     check_perception(recipe.algorithm, config)
     check_heads(config, recipe.parallel.tensor_model_parallel_size)
     check_context(config, recipe.parallel)
@@ -475,7 +486,7 @@ def report(recipe: Recipe, world_size: int) -> str:
     ]
     for title, field in (
         ("weights", "weights"),
-        *[("weights of the engine", "engine_weights")] * (rollout.parallel is not None),
+        *[("weights of the engine", "engine_weights")] * recipe.own_engine,
         ("gradients", "gradients"),
         ("optimizer state", "optimizer_state"),
         ("KV cache", "kv_cache"),

@@ -26,8 +26,8 @@ _INITIAL = "initial"
 
 
 def evaluate_only(recipe: Recipe) -> None:
-    """Evaluates the newest whole checkpoint of the run folder, or the initial model where there is none; prints a table
-    and writes `evaluations/CHECKPOINT.json`.  Collective.
+    """Evaluates the newest whole checkpoint of the run folder, or the initial model where there is none, with its
+    weights as they are trained; prints a table and writes `evaluations/CHECKPOINT.json`.  Collective.
 
     Raises:
         UserError: the folder holds a run of another recipe, no whole checkpoint, or something in it does not fit.
@@ -37,7 +37,7 @@ def evaluate_only(recipe: Recipe) -> None:
         refuse_other_recipe(recipe, folder)
         prepare_data(recipe)
     ranks.broadcast(None)  # the others wait for rank 0
-    recipe = fetch_models(recipe, ranks)
+    recipe = fetch_models(recipe, ranks).unquantized
     newest, said = checkpoint_folder.newest_whole(folder / "checkpoints", set_aside=False)
     minutes = recipe.limits.no_progress_minutes
     watchdog = Watchdog(minutes and 60 * minutes)

@@ -47,7 +47,7 @@ def model_options(recipe: Recipe) -> ModelOptions:
         sequence_parallel=recipe.parallel.sequence_parallel,
         recompute=recipe.training.recompute == "full",
         freeze=tuple(recipe.model.freeze),
-        cuda_graphs=cuda_graphs(recipe) and recipe.rollout.parallel is None,
+        cuda_graphs=cuda_graphs(recipe) and not recipe.own_engine,
         router_replay=recipe.algorithm.router_replay,
         lora=lora_options(recipe),
     )

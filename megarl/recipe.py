@@ -459,6 +459,14 @@ class WarmupSection(Section):
     """Targets: the ground truth, or drawn from the training answers of the same source: teaches the format only."""
 
 
+class QuantizationSection(Section):
+    format: Literal["fp8", "int8"] = "fp8"
+    """Of the weights and inputs of the language model's layers: FP8 (E4M3), which GPUs multiply from Hopper on; or
+    INT8, which is rounded to and multiplied in the model's type."""
+    calibration_prompts: PositiveInt = 32
+    """First prompts of the training set, whose largest values decide the scales of inputs."""
+
+
 class RolloutParallelSection(Section):
     tensor_model_parallel_size: PositiveInt = 1
     """Ranks of an engine; they share the weights of each layer."""
@@ -516,6 +524,8 @@ class RolloutSection(Section):
     parallel: RolloutParallelSection | None = None
     """A layout of the engines' own: the weights are held twice and resharded after each step; null: engines and
     trainer share one set of weights."""
+    quantization: QuantizationSection | None = None
+    """Sample with weights in eight bits, which the engines hold beside the trainer's; null: as they are trained."""
     verify_sync: bool = False
     """Compare every tensor of the engines with the trainer's after each step, and end the run where one differs."""
 
@@ -649,6 +659,16 @@ class Recipe(Section):
     """What the run shows of itself."""
     pins: PinsSection = PinsSection()
     """Which Megatron the recipe was made for; another one is refused."""
+
+    @property
+    def own_engine(self) -> bool:
+        """Whether the engines have weights of their own."""
+        return self.rollout.parallel is not None or self.rollout.quantization is not None
+
+    @property
+    def unquantized(self) -> "Recipe":
+        """With rollouts by the weights as they are trained."""
+        return self.model_copy(update={"rollout": self.rollout.model_copy(update={"quantization": None})})
 
     @property
     def engines_key(self) -> str:

@@ -52,7 +52,9 @@ from megarl.recipe import Recipe
 from megarl.rewards import Batch, Judge, Scorer
 from megarl.rollout.engine import Generate, Rollout, RolloutEngine
 from megarl.rollout.exchange import balance
-from megarl.rollout.sampling import named_key
+from megarl.rollout.quantized import Quantization
+from megarl.rollout.sampling import SamplingOptions, named_key
+from megarl.rollout.spread import generate_spread
 from megarl.rollout.sync import ReshardedWeights, SharedWeights, WeightSync
 from megarl.startup import (
     architecture,
@@ -81,6 +83,8 @@ class Parts:
     """Of the trainer, whose prompts this rank's engine and its peers sample."""
     same_prompts: dist.ProcessGroup
     """All ranks that have these prompts, and all rollouts of them."""
+    quantization: Quantization | None
+    """Of the engine's weights."""
 
 
 @dataclass(eq=False)
@@ -171,6 +175,15 @@ class Run(HeldOut):
     @property
     def merge_size(self) -> int:
         return self.policy.model.merge_size
+
+    def calibrate(self) -> None:
+        """Fits the quantised engine's scales to the present weights and the first training prompts.  Collective."""
+        quantization, engine = self.parts.quantization, self.engine
+        count = min(self.recipe.rollout.quantization.calibration_prompts, len(self.train_prompts))
+        mine = [number for number in range(count) if self.samples_here(number)]
+        prompts, sampling = self._encode(mine), SamplingOptions(1, self.stop_ids)
+        quantization.calibrate(lambda: generate_spread(engine, prompts, sampling, 1, mine))
+        engine.weights_changed()  # what it keeps was computed before
 
     def step_prompts(self, step: int) -> tuple[list[EncodedPrompt], list[int]]:
         """The prompts of an RL step, from 1, that this rank's engine and its peers sample, and the keys of their
@@ -391,7 +404,7 @@ def build_held_out(
         now = architecture(policy.bridge.hf_pretrained.config)
         refuse_other_architecture(checkpoint.read_progress(saved)["architecture"], now)
         checkpoint.fill_weights(saved, policy.model)
-    engine, sync, _ = _build_engine(recipe, policy, initial)
+    engine, sync, *_ = _build_engine(recipe, policy, initial)
     sync()
     return HeldOut(
         recipe=recipe,
@@ -456,23 +469,28 @@ def build_parts(recipe: Recipe, checkpoint: Path) -> Parts:
     # The trainer first: its DDP moves the weights into its buffers, and what the engine captures in CUDA graphs are
     # addresses.
     trainer = Trainer(policy.model, recipe.rollout.scoring_temperature, recipe.training.log_prob_chunk)
-    engine, sync, groups = _build_engine(recipe, policy, checkpoint)
-    return Parts(policy, trainer, engine, sync, groups.data_parallel_ranks, groups.same_prompts)
+    engine, sync, groups, quantization = _build_engine(recipe, policy, checkpoint)
+    return Parts(policy, trainer, engine, sync, groups.data_parallel_ranks, groups.same_prompts, quantization)
 
 
-def _build_engine(recipe: Recipe, policy: Policy, checkpoint: Path) -> tuple[RolloutEngine, WeightSync, EngineGroups]:
-    """Over the policy's module or one in a layout of its own: `Parts.engine`, `sync` and `data_parallel_ranks`."""
+def _build_engine(
+    recipe: Recipe, policy: Policy, checkpoint: Path
+) -> tuple[RolloutEngine, WeightSync, EngineGroups, Quantization | None]:
+    """Over the policy's module, or over one of its own."""
     sampled, groups, sync = policy.model, shared_groups(), SharedWeights
-    in_engine, in_transfer = policy.as_sampled, nullcontext
-    if recipe.rollout.parallel is not None:
+    in_engine, in_transfer, quantization = policy.as_sampled, nullcontext, None
+    if recipe.own_engine:
         options = engine_model_options(recipe)
         groups = resharded_groups(
             options.tensor_model_parallel_size, options.expert_model_parallel_size, options.expert_tensor_parallel_size
         )
         sampled, sync = empty_copy(policy, checkpoint, options, groups.model), ReshardedWeights
         in_engine, in_transfer = nullcontext, policy.as_sampled
+    if recipe.rollout.quantization is not None:
+        quantization = Quantization(sampled, recipe.rollout.quantization.format)
     engine = RolloutEngine(sampled, engine_options(recipe), groups.peers, in_engine)
-    return engine, sync(engine, policy.model, recipe.rollout.verify_sync, in_transfer), groups
+    arrived = quantization.quantize_weights if quantization else lambda: None
+    return engine, sync(engine, policy.model, recipe.rollout.verify_sync, in_transfer, arrived), groups, quantization
 
 
 def _load_prompts(

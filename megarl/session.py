@@ -127,7 +127,7 @@ class Session:
         if self._phase == _WARMUP:
             self.run.trainer.begin(warmup_optimizer(self._recipe))
         else:
-            self._begin_rl(newest)
+            self._begin_rl(newest, state.get("calibration"))
         if newest:
             checkpoint.load(newest, self.run.trainer)
             self.run.sync()
@@ -144,9 +144,10 @@ class Session:
             counts = 0 * rates.counts
         rates.restore(self._step, counts)
 
-    def _begin_rl(self, resumed: Path | None = None) -> None:
-        """A fresh optimizer, and the reference policy: another checkpoint, the weights that RL began with, or those
-        that it has moved to by the checkpoint that is gone on from."""
+    def _begin_rl(self, resumed: Path | None = None, calibration: dict[str, float] | None = None) -> None:
+        """A fresh optimizer, the scales of quantised rollouts, which are the checkpoint's where one is gone on from,
+        and the reference policy: another checkpoint, the weights that RL began with, or those that it has moved to by
+        the checkpoint that is gone on from."""
         run, algorithm = self.run, self._recipe.algorithm
         if algorithm.reference:
             teacher = Path(algorithm.reference)
@@ -160,6 +161,10 @@ class Session:
             else:
                 checkpoint.save_weights(self._reference_folder, run.policy.model)
             self._reference = ReferencePolicy(run.policy.model)
+        if calibration is not None:
+            run.parts.quantization.restore(calibration)
+        elif run.parts.quantization is not None:
+            run.calibrate()
         run.trainer.begin(rl_optimizer(self._recipe))
         options = step_options(self._recipe)
         self.policy_step = PolicyStep(run.trainer, self._reference, options, run.merge_size, run.cost)
@@ -445,6 +450,8 @@ class Session:
             "skipped": self._skipped,
             "architecture": self._architecture,
         }
+        if self._phase == _RL and self.run.parts.quantization is not None:
+            progress["calibration"] = self.run.parts.quantization.calibration
         rates = self.run.solve_rates
         if rates is not None or self._partial is not None:
             progress["prompts_sha256"] = self.run.train_prompts.content_sha256

@@ -11,6 +11,7 @@ from megarl.packing.alignment import Alignment
 from megarl.packing.rows import PackedRow, TokenSequence, by_member, pack
 from megarl.parallel.engines import resharded_groups, shared_groups
 from megarl.rollout.engine import EngineOptions, RolloutEngine
+from megarl.rollout.quantized import Quantization
 from megarl.rollout.sampling import SamplingOptions
 from megarl.rollout.sync import ReshardedWeights, SharedWeights
 from megarl.run import Parts
@@ -47,8 +48,11 @@ def engine(model, peers=None, as_sampled=nullcontext, **options) -> RolloutEngin
     return RolloutEngine(model, EngineOptions(**{**defaults, **options}), peers, as_sampled)
 
 
-def parts(checkpoint: Path, layout, engines=None, verify_sync: bool = True, lora=None, **options) -> Parts:
-    """As a run builds them, its trainer begun; the engine in the layout of the job, or of `engines`."""
+def parts(
+    checkpoint: Path, layout, engines=None, verify_sync: bool = True, lora=None, quantized: str | None = None, **options
+) -> Parts:
+    """As a run builds them, its trainer begun; the engine in the layout of the job, or of `engines`, and with weights
+    in the format `quantized`, which needs `engines`."""
     built = policy(checkpoint, sequence_parallel=layout.sequence_parallel, lora=lora)
     training = trainer(built.model)
     sampled, groups, kind = built.model, shared_groups(), SharedWeights
@@ -61,9 +65,12 @@ def parts(checkpoint: Path, layout, engines=None, verify_sync: bool = True, lora
         settings = ModelOptions(torch.float32, sequence_parallel=engines.sequence_parallel, lora=lora, **sizes)
         sampled = empty_copy(built, checkpoint, settings, groups.model)
         in_engine, in_transfer = nullcontext, built.as_sampled
+    quantization = Quantization(sampled, quantized) if quantized else None
     sampling_engine = engine(sampled, groups.peers, in_engine, **options)
-    weight_sync = kind(sampling_engine, built.model, verify_sync, in_transfer)
-    return Parts(built, training, sampling_engine, weight_sync, groups.data_parallel_ranks, groups.same_prompts)
+    arrived = quantization.quantize_weights if quantization else lambda: None
+    weight_sync = kind(sampling_engine, built.model, verify_sync, in_transfer, arrived)
+    ranks = groups.data_parallel_ranks
+    return Parts(built, training, sampling_engine, weight_sync, ranks, groups.same_prompts, quantization)
 
 
 def sampling(max_new_tokens: int = 10, stop_ids: tuple[int, ...] = STOP, **options) -> SamplingOptions:

@@ -18,7 +18,7 @@ def measure(recipe, options) -> list[Line]:
     dist.barrier()
     recipe = fetch_models(recipe, start_ranks())
     parts = build_parts(recipe, prepare_checkpoint(recipe, Path(recipe.run_dir)))
-    kind = "shared" if recipe.rollout.parallel is None else "resharded"
+    kind = "resharded" if recipe.own_engine else "shared"
     amount = Line(f"weights, {kind}: moved by a sync, all ranks", "MiB", parts.sync.bytes / 2**20)
     if not parts.sync.bytes:
         seconds = median_seconds(parts.sync, 20)

@@ -31,6 +31,7 @@ class WeightSync(ABC):
         trained: the trainer's module.
         verify: compare every tensor after each sync.
         as_sampled: entered for a transfer: inside, the trainer's module has the weights to sample with.
+        arrived: called after each, for what the engine's module makes of the weights.
     """
 
     bytes: int
@@ -42,8 +43,10 @@ class WeightSync(ABC):
         trained: torch.nn.Module,
         verify: bool,
         as_sampled: Callable[[], AbstractContextManager[None]] = nullcontext,
+        arrived: Callable[[], None] = lambda: None,
     ):
-        self._engine, self._trained, self._verify, self._as_sampled = engine, trained, verify, as_sampled
+        self._engine, self._trained, self._verify = engine, trained, verify
+        self._as_sampled, self._arrived = as_sampled, arrived
 
     def __call__(self) -> None:
         """Collective, after every change of the trainer's weights that the engine is to sample with.
@@ -55,6 +58,7 @@ class WeightSync(ABC):
             self._transfer()
             if self._verify and (difference := self._difference()):
                 raise CheckFailed(f"rollout.verify_sync: the engine has other weights than the trainer: {difference}")
+        self._arrived()
         self._engine.weights_changed()
 
     @abstractmethod
@@ -95,8 +99,9 @@ class ReshardedWeights(WeightSync):
         trained: torch.nn.Module,
         verify: bool,
         as_sampled: Callable[[], AbstractContextManager[None]] = nullcontext,
+        arrived: Callable[[], None] = lambda: None,
     ):
-        super().__init__(engine, trained, verify, as_sampled)
+        super().__init__(engine, trained, verify, as_sampled, arrived)
         self._plan = build_local_reshard_plan(trained, engine.model, trained.config.num_moe_experts)
         self._service = NCCLCopyService() if kernels().gpu else GlooCopyService()
         received = dict(named_refit_tensors(engine.model))

@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 def verify(arguments: list[str]) -> list[Check]:
     """Prints the table, or JSON with `--json`, on rank 0, and returns its lines on all ranks."""
     options = parse(arguments)
-    recipe = load_recipe(options.recipe, options.overrides)
+    recipe = load_recipe(options.recipe, options.overrides).unquantized  # what is rounded is not the same
     refuse(recipe, launch.world_size())
     launch.start(recipe.parallel.sizes, recipe.seed, recipe.rollout.cuda_graphs and kernels().gpu)
 
