@@ -1,4 +1,4 @@
-"""Adapters on a GPU, bf16, over transformer-engine's layers: engine = trainer, exact merging, and one rank's gradients."""
+"""Adapters on a GPU, bf16, over transformer-engine's layers: engine = trainer, and exact merging."""
 
 import pytest
 import torch
