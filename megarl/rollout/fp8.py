@@ -64,6 +64,6 @@ class Fp8Layer:
         if not quantizer._if_quant:  # being calibrated
             return F.linear(quantizer(x), self._layer._parameters["weight"])
         scale = quantizer.amax.float() / LARGEST
-        flat = (x.reshape(-1, x.shape[-1]) / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        flat = (x.reshape(-1, x.shape[-1]).float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
         out = torch._scaled_mm(flat, self._weight.t(), scale_a=scale, scale_b=self._scale, out_dtype=x.dtype)
         return out.view(*x.shape[:-1], out.shape[-1])

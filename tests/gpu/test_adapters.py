@@ -11,10 +11,7 @@ MODULES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl", "llama"])
-def checkpoint(request, tmp_path_factory):
-    from megarl.platform import launch
-
-    launch.start({}, 7, cuda_graphs=True)
+def checkpoint(one_rank, request, tmp_path_factory):
     return write_family_checkpoint(tmp_path_factory.mktemp(request.param) / "tiny", request.param)
 
 

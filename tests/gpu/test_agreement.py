@@ -11,10 +11,7 @@ NEW_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    from megarl.platform import launch
-
-    launch.start({}, 7, cuda_graphs=True)
+def checkpoint(one_rank, tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("tiny"), tied=False)
 
 

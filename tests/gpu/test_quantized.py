@@ -10,10 +10,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    from megarl.platform import launch
-
-    launch.start({}, 7, cuda_graphs=True)
+def checkpoint(one_rank, tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("tiny"), tied=False)
 
 
