@@ -3,7 +3,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
-EXTRAS ?= test,dev
+EXTRAS ?= test,dev,quant
 INSTALLED := .venv/.installed-$(EXTRAS)
 export UV_HTTP_TIMEOUT ?= 300
 
@@ -16,7 +16,7 @@ ARGS ?=
 
 help:
 	@echo 'make setup        Python 3.12 environment in .venv with everything pinned (PYTHON=... names the interpreter)'
-	@echo '                  EXTRAS=test,dev,gpu: with what a GPU can use; 3rdparty/README.md: with a Megatron of your own'
+	@echo '                  EXTRAS=test,dev,quant,gpu: with what a GPU can use; 3rdparty/README.md: with a Megatron of your own'
 	@echo 'make train        train RECIPE=recipes/digits.yaml on N=2 processes; ARGS="seed=2 run_dir=runs/s2" overrides keys'
 	@echo 'make test         tests that take seconds; ARGS="-k packing" goes to pytest'
 	@echo 'make test-slow    kill tests, a real Slurm, more layouts: half an hour'

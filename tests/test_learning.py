@@ -24,6 +24,26 @@ def test_learnt(tmp_path, name, chance, least):
     assert accuracy >= least
 
 
+@pytest.mark.learning
+def test_adapters_learn(tmp_path):
+    """With the language model frozen, from one that knows the format alone."""
+    data = f"data.path={tmp_path / 'data'}"
+    base = commands.run("megarl.train", RECIPES / "digits.yaml", f"run_dir={tmp_path / 'base'}", data, "steps=0")
+    assert base.code == 0, base.err
+    overrides = [f"run_dir={tmp_path / 'run'}", data, f"model.path={tmp_path / 'base' / 'checkpoint'}"]
+    result = commands.run("megarl.train", RECIPES / "variants" / "lora.yaml", *overrides, processes=2, timeout=900)
+    assert result.code == 0, result.err
+    assert float(LAST_LINE.fullmatch(result.out.splitlines()[-1])[1]) >= 0.85
+
+
+@pytest.mark.learning
+def test_quantised_rollouts_teach(tmp_path):
+    overrides = [f"run_dir={tmp_path / 'run'}", f"data.path={tmp_path / 'data'}"]
+    result = commands.run("megarl.train", RECIPES / "variants" / "fp8.yaml", *overrides, processes=2, timeout=900)
+    assert result.code == 0, result.err
+    assert float(LAST_LINE.fullmatch(result.out.splitlines()[-1])[1]) >= 0.85
+
+
 @pytest.mark.slow
 def test_three_kinds_in_one_batch(tmp_path):
     """A few steps of the mixed recipe: every source is sampled, trained on and reported."""

@@ -15,8 +15,9 @@ from tests import commands
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "recipes" / "variants"
-# Those that pin a Megatron have the objective of digits.yaml, and not all of them start here: tests/test_pins.py.
-VARIANTS = sorted(set(FOLDER.glob("*.yaml")) - set(FOLDER.glob("pinned_*.yaml")))
+# Others have the objective of digits.yaml: tests/test_pins.py, tests/test_learning.py.
+OF_ANOTHER_KIND = {*FOLDER.glob("pinned_*.yaml"), FOLDER / "lora.yaml", FOLDER / "fp8.yaml"}
+VARIANTS = sorted(set(FOLDER.glob("*.yaml")) - OF_ANOTHER_KIND)
 SMALL = (
     *("steps=2", "warmup.steps=4", "warmup.batch_size=16", "algorithm.prompts_per_step=16", "algorithm.group_size=2"),
     *("evaluation.max_prompts=8", "evaluation.at_start=false", "evaluation.every=0", "optimizer.warmup_steps=0"),

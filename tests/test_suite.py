@@ -100,6 +100,7 @@ def test_installed_versions_are_the_pinned_ones():
     replaced = {
         package.distribution for package in PACKAGES.values() if (ROOT / package.submodule / "pyproject.toml").exists()
     }
-    for requirement in [*DEPENDENCIES, *PROJECT["project"]["optional-dependencies"]["test"]]:
+    extras = PROJECT["project"]["optional-dependencies"]
+    for requirement in [*DEPENDENCIES, *extras["test"], *extras["quant"]]:
         name, _, pinned = requirement.partition("==")
         assert name in replaced or version(name) == pinned, f"{name}: run make setup"
