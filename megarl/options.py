@@ -9,7 +9,6 @@ from megarl.algorithms.corrections import CorrectionOptions
 from megarl.algorithms.objective import ObjectiveOptions
 from megarl.algorithms.perception import PerceptionOptions
 from megarl.errors import UserError
-from megarl.media.options import ImageOptions, MediaOptions, VideoOptions
 from megarl.models.build import ModelOptions
 from megarl.models.lora import LoraOptions
 from megarl.partial_rollouts import PartialOptions
@@ -71,17 +70,6 @@ def engine_model_options(recipe: Recipe) -> ModelOptions:
         sequence_parallel=parallel.sequence_parallel,
         recompute=False,
         cuda_graphs=cuda_graphs(recipe),
-    )
-
-
-def media_options(recipe: Recipe) -> MediaOptions:
-    """How media is prepared."""
-    d = recipe.data
-    return MediaOptions(
-        image=ImageOptions(**d.image.model_dump()),
-        video=VideoOptions(**d.video.model_dump()),
-        cache_bytes=int(d.media_cache_gb * 2**30),
-        threads=d.media_threads,
     )
 
 

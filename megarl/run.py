@@ -40,7 +40,6 @@ from megarl.models.weight_files import check_weights
 from megarl.options import (
     engine_model_options,
     engine_options,
-    media_options,
     model_options,
     reward_options,
 )
@@ -60,6 +59,7 @@ from megarl.startup import (
     architecture,
     check_tokens,
     load_processor,
+    media_options,
     prepare_checkpoint,
     processor_identity,
     refuse_other_architecture,

@@ -13,6 +13,7 @@ from megarl.data.checked import Ranks
 from megarl.data.generators.registry import generate
 from megarl.errors import UserError, one_line
 from megarl.media.expand import media_tokens
+from megarl.media.options import ImageOptions, MediaOptions, VideoOptions
 from megarl.models import hub
 from megarl.models.families import FAMILIES, Family
 from megarl.models.hf_config import hf_config
@@ -220,6 +221,17 @@ def load_processor(folder: Path, family: Family) -> Any:
         return AutoProcessor.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"model.processor: cannot load '{folder}': {one_line(error)}") from None
+
+
+def media_options(recipe: Recipe) -> MediaOptions:
+    """How media is prepared."""
+    d = recipe.data
+    return MediaOptions(
+        image=ImageOptions(**d.image.model_dump()),
+        video=VideoOptions(**d.video.model_dump()),
+        cache_bytes=int(d.media_cache_gb * 2**30),
+        threads=d.media_threads,
+    )
 
 
 def check_tokens(config: Any, processor: Any) -> None:

@@ -18,7 +18,7 @@ from megarl.media.item import EncodedPrompt
 from megarl.models.build import Policy
 from megarl.models.families import FAMILIES
 from megarl.models.hf_config import hf_config
-from megarl.options import media_options, model_options, rl_optimizer, step_options
+from megarl.options import model_options, rl_optimizer, step_options
 from megarl.packing.rows import PackedRow, TokenSequence, by_member, pack
 from megarl.parallel.agreement import gathered
 from megarl.recipe import Recipe
@@ -26,7 +26,7 @@ from megarl.rollout.engine import Rollout
 from megarl.rollout.sampling import SamplingOptions
 from megarl.rollout.spread import generate_spread
 from megarl.run import build_parts, draw_key, start_ranks
-from megarl.startup import fetch_models, load_processor, prepare_checkpoint, prepare_data, stop_tokens
+from megarl.startup import fetch_models, load_processor, media_options, prepare_checkpoint, prepare_data, stop_tokens
 from megarl.training.reduce import over_data_parallel
 from megarl.training.trainer import Trainer
 from megarl.verify.cases import Case, advantages, first_prompts, loss
