@@ -465,6 +465,9 @@ class QuantizationSection(Section):
     INT8, which is rounded to and multiplied in the model's type."""
     calibration_prompts: PositiveInt = 32
     """First prompts of the training set, whose largest values decide the scales of inputs."""
+    training: bool = False
+    """Train with the rounding too (quantisation-aware): one module, rounded whenever it computes, for engines and
+    trainer, and gradients that go straight through."""
 
 
 class RolloutParallelSection(Section):
@@ -663,7 +666,8 @@ class Recipe(Section):
     @property
     def own_engine(self) -> bool:
         """Whether the engines have weights of their own."""
-        return self.rollout.parallel is not None or self.rollout.quantization is not None
+        quantization = self.rollout.quantization
+        return self.rollout.parallel is not None or (quantization is not None and not quantization.training)
 
     @property
     def unquantized(self) -> "Recipe":
@@ -762,6 +766,17 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
                 f"model.tiny_processor.{ours} model.config.{section}.{theirs}",
                 "should be equal",
             )
+    aware = r.rollout.quantization is not None and r.rollout.quantization.training
+    yield (
+        aware and m.lora is not None,
+        "rollout.quantization.training model.lora",
+        "adapters are trained beside weights that are not: should be false, or model.lora = null",
+    )
+    yield (
+        aware and r.rollout.parallel is not None,
+        "rollout.quantization.training rollout.parallel",
+        "engines and trainer are one module then: should be false, or rollout.parallel = null",
+    )
     yield (
         set(m.freeze) == set(get_args(Part)) and m.lora is None and (r.steps > 0 or r.warmup is not None),
         "model.freeze steps",

@@ -487,7 +487,8 @@ def _build_engine(
         sampled, sync = empty_copy(policy, checkpoint, options, groups.model), ReshardedWeights
         in_engine, in_transfer = nullcontext, policy.as_sampled
     if recipe.rollout.quantization is not None:
-        quantization = Quantization(sampled, recipe.rollout.quantization.format)
+        asked = recipe.rollout.quantization
+        quantization = Quantization(sampled, asked.format, asked.training)
     engine = RolloutEngine(sampled, engine_options(recipe), groups.peers, in_engine)
     arrived = quantization.quantize_weights if quantization else lambda: None
     return engine, sync(engine, policy.model, recipe.rollout.verify_sync, in_transfer, arrived), groups, quantization

@@ -125,6 +125,9 @@ class Session:
         if self._phase == _RL and self._step > self._recipe.steps:
             raise UserError(f"steps = {self._recipe.steps}: the run has made {self._step}; should be at least that")
         if self._phase == _WARMUP:
+            quantization = self._recipe.rollout.quantization
+            if quantization is not None and quantization.training:
+                self.run.calibrate()
             self.run.trainer.begin(warmup_optimizer(self._recipe))
         else:
             self._begin_rl(newest, state.get("calibration"))

@@ -52,6 +52,7 @@ _MAY_CHANGE = (
     "rollout.cuda_graphs",
     "rollout.parallel",
     "rollout.verify_sync",
+    "model.lora.merge_for_rollouts",
     "data.media_cache_gb",
     "data.media_threads",
     "environment.timeout_seconds",

@@ -51,8 +51,8 @@ def engine(model, peers=None, as_sampled=nullcontext, **options) -> RolloutEngin
 def parts(
     checkpoint: Path, layout, engines=None, verify_sync: bool = True, lora=None, quantized: str | None = None, **options
 ) -> Parts:
-    """As a run builds them, its trainer begun; the engine in the layout of the job, or of `engines`, and with weights
-    in the format `quantized`, which needs `engines`."""
+    """As a run builds them, its trainer begun; the engine in the layout of the job, or of `engines`.  `quantized` is
+    the format of the weights of these, or, without them, of the one module's."""
     built = policy(checkpoint, sequence_parallel=layout.sequence_parallel, lora=lora)
     training = trainer(built.model)
     sampled, groups, kind = built.model, shared_groups(), SharedWeights
@@ -65,7 +65,7 @@ def parts(
         settings = ModelOptions(torch.float32, sequence_parallel=engines.sequence_parallel, lora=lora, **sizes)
         sampled = empty_copy(built, checkpoint, settings, groups.model)
         in_engine, in_transfer = nullcontext, built.as_sampled
-    quantization = Quantization(sampled, quantized) if quantized else None
+    quantization = Quantization(sampled, quantized, aware=engines is None) if quantized else None
     sampling_engine = engine(sampled, groups.peers, in_engine, **options)
     arrived = quantization.quantize_weights if quantization else lambda: None
     weight_sync = kind(sampling_engine, built.model, verify_sync, in_transfer, arrived)

@@ -413,6 +413,16 @@ TINY = "model.tiny_processor"
         ),
         (
             MINIMAL,
+            ["rollout.quantization.training=true", "model.lora={}"],
+            "rollout.quantization.training = True, model.lora = LoraSection(rank=16, ",
+        ),
+        (
+            MINIMAL,
+            ["rollout.quantization.training=true", "rollout.parallel.tensor_model_parallel_size=2"],
+            "rollout.quantization.training = True, rollout.parallel = ",
+        ),
+        (
+            MINIMAL,
             ["parallel.context_parallel_size=2", "rollout.parallel={}"],
             "rollout.parallel.tensor_model_parallel_size = 1, rollout.parallel.expert_model_parallel_size = 1, "
             "rollout.parallel.expert_tensor_parallel_size = 1: the trainer's layout already: set rollout.parallel",

@@ -66,8 +66,7 @@ def _wrapped(value: int) -> int:
 
 @torch.no_grad()
 def _parts(model: torch.nn.Module) -> Iterator[Part]:
-    # The naming that modelopt asks for by itself, so that a quantised module is compared too.
-    state = model.sharded_state_dict(metadata={"singleton_local_shards": True})
+    state = model.sharded_state_dict(metadata={})
     apply_factories(state)  # matrices that are several in one, as the two of a gated MLP, come apart
     for name, value in state.items():
         for tensor in value if isinstance(value, list) else [value]:

@@ -1,9 +1,11 @@
-"""Rollouts in eight bits: the engine's own copy of the language model, quantised by nvidia-modelopt.
+"""Rollouts in eight bits: the language model's layers, quantised by nvidia-modelopt.
 
-After each sync the weights that have arrived are rounded in place to the format's grid, by their largest values then.
-The inputs of the layers are rounded by the largest values that a calibration has seen.  Embeddings, output layer and
-vision tower stay as they are.  Where a GPU multiplies the format (`megarl.rollout.fp8`), it does; else numbers are
-rounded to the grid and multiplied in the model's type.
+In the engine's own copy of the model the weights that have arrived with a sync are rounded in place to the format's
+grid, by their largest values then.  Where training is aware of the rounding, the one module of engine and trainer
+rounds them as it computes, and gradients go straight through to the weights themselves.  The inputs of the layers are
+rounded by the largest values that a calibration has seen.  Embeddings, output layer and vision tower stay as they are.
+Where a GPU multiplies the format (`megarl.rollout.fp8`), it does in a copy; else numbers are rounded to the grid and
+multiplied in the model's type.
 """
 
 import warnings
@@ -29,13 +31,14 @@ class Quantization:
     Args:
         model: the engine's own; its process groups are those that it was built with.
         format: `fp8` (E4M3, one scale for a matrix) or `int8` (one scale for an output); inputs have one scale.
+        aware: the model is trained, too: its weights are kept, and rounded whenever it computes.
 
     Raises:
         UserError: nvidia-modelopt is not installed.
     """
 
-    def __init__(self, model, format: str):
-        self._group = model.pg_collection.tp
+    def __init__(self, model, format: str, aware: bool = False):
+        self._group, self._aware = model.pg_collection.tp, aware
         with warnings.catch_warnings(), redirect_stdout(None):
             warnings.simplefilter("ignore")  # of its plugins for what is not installed
             _quantize(model.language_model, format)
@@ -46,22 +49,29 @@ class Quantization:
         }
         self._fp8: dict[str, Fp8Layer] = {}
         for name, layer in self._layers.items():
-            layer.weight_quantizer.disable()  # `quantize_weights` has done it
             _set_amax(layer.input_quantizer, torch.ones((), device=layer.weight.device))
+            if aware:
+                continue
+            layer.weight_quantizer.disable()  # `quantize_weights` has done it
             if format == "fp8" and kernels().gpu:
                 self._fp8[name] = Fp8Layer(layer)
+        if aware:
+            self.quantize_weights()
 
     @torch.no_grad()
     def quantize_weights(self) -> None:
-        """Rounds the weights that have arrived.  Collective over the ranks of the engine, which share matrices."""
+        """The weights have changed: rounds them, or takes note of their scales.  Collective over the ranks that share
+        matrices."""
         for name, layer in self._layers.items():
             weight, quantizer = layer._parameters["weight"], layer.weight_quantizer
             amax = self._largest(layer, weight)
             if name in self._fp8:
                 self._fp8[name].take(amax)
                 continue
-            quantizer.enable()
             _set_amax(quantizer, amax)
+            if self._aware:
+                continue
+            quantizer.enable()
             weight.copy_(quantizer(weight))
             quantizer.disable()
 
@@ -125,6 +135,7 @@ def _quantize(language_model, format: str) -> None:
     try:
         from modelopt.torch import quantization
         from modelopt.torch.quantization.plugins.custom import CUSTOM_MODEL_PLUGINS
+        from modelopt.torch.quantization.plugins.megatron import _QuantMegatronMLP
         from modelopt.torch.quantization.plugins.megatron import megatron_replace_quant_module_hook as for_training
     except ImportError as error:
         raise UserError(
@@ -140,3 +151,6 @@ def _quantize(language_model, format: str) -> None:
         quantization.quantize(language_model, config)
     finally:
         CUSTOM_MODEL_PLUGINS.add(for_training)
+    for module in language_model.modules():
+        if isinstance(module, _QuantMegatronMLP):
+            module.export()  # it rounds nothing, and names weights otherwise in checkpoints

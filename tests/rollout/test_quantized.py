@@ -4,10 +4,11 @@ import sys
 
 import pytest
 import torch
+from torch.nn import functional
 
 from tests import tiny
 from tests.distributed import TP1, TP2, TP2_SP, Layout, lazy
-from tests.rollout.test_engine import _scored, largest
+from tests.rollout.test_engine import TOLERANCE, _scored, largest
 from tests.rollout.test_sync import Engines
 
 policies = lazy("tests.policies")
@@ -19,6 +20,10 @@ LARGEST = 448.0
 
 
 def _round(values, amax, format):
+    """Where gradients are asked for they go straight through, but from what lies outside."""
+    if values.requires_grad:
+        inside = values.clamp(-amax, amax)
+        return inside + (_round(values.detach(), amax, format) - inside).detach()
     if format == "int8":
         step = amax / 127
         return (values / step).round().clamp(-128, 127) * step
@@ -48,8 +53,56 @@ class Rounded(tiny.Reference):
             linears = [getattr(getattr(layers[int(number)], owner), one) for one in names]
             together = max(linear.weight.abs().max() for linear in linears)
             for linear in linears:
-                linear.weight.data.copy_(_round(linear.weight.data, together, "fp8"))
-                linear.register_forward_pre_hook(lambda _, x, amax=amax: (_round(x[0], amax, "fp8"), *x[1:]))
+                linear.forward = _product(linear, together.detach(), amax)
+
+
+def _product(linear, largest_weight, largest_input):
+    def forward(x):
+        return functional.linear(
+            _round(x, largest_input, "fp8"), _round(linear.weight, largest_weight, "fp8"), linear.bias
+        )
+
+    return forward
+
+
+def _aware(checkpoint, prompts, layout):
+    """Calibration, and of each rollout ids, the engine's log-probabilities and the trainer's; gradients of what
+    `tiny.make_sequences` makes; log-probabilities before and after an update."""
+    parts = policies.parts(checkpoint, layout, quantized="fp8")
+    parts.quantization.calibrate(lambda: parts.engine.generate(prompts, policies.sampling(1)))
+    parts.engine.weights_changed()
+    answers = _scored(parts.trainer, parts.engine.generate(prompts, policies.sampling()))
+    sequences = tiny.make_sequences(dict(enumerate(prompts)))
+    found = policies.gradients(
+        parts.policy, parts.trainer, policies.rows(sequences), lambda row, log_probs, entropy: -log_probs.sum()
+    )
+    policies.one_update(parts.trainer, sequences)
+    parts.sync()
+    again = _scored(parts.trainer, parts.engine.generate(prompts, policies.sampling()))
+    return parts.quantization.calibration, answers, found, again
+
+
+@pytest.mark.parametrize("layout", [TP1, TP2_SP], ids=str)
+def test_aware(ranks, checkpoint, prompts, layout):
+    """Engine and trainer are the same rounded policy, before and after an update, and gradients go straight through
+    the rounding: log-probabilities and gradients are those of the rounded transformers."""
+    batch = list(prompts.values())
+    calibration, answers, found, again = ranks.run(_aware, checkpoint, batch, layout, **layout.job)[0]
+    rounded, plain = Rounded(checkpoint, calibration), tiny.Reference(checkpoint)
+    for groups in (answers, again):
+        # A value next to the middle of two steps may fall to either, in a few of the rollouts.
+        apart = sorted(largest(engine - trainer) for group in groups for _, engine, trainer in group)
+        assert apart[len(apart) // 2] < TOLERANCE
+    pairs = [(prompt, ids, trainer) for prompt, group in zip(batch, answers, strict=True) for ids, _, trainer in group]
+    apart = sorted(largest(trainer - rounded.log_probs(prompt, ids)[0]) for prompt, ids, trainer in pairs)
+    change = sorted(largest(trainer - plain.log_probs(prompt, ids)[0]) for prompt, ids, trainer in pairs)
+    assert apart[len(apart) // 2] < 1e-4 < 1e-2 < change[len(change) // 2]
+    for sequence in tiny.make_sequences(prompts):
+        (-rounded.log_probs(sequence.prompt, sequence.completion)[0].sum()).backward()
+    expected = {name: p.grad for name, p in rounded.model.named_parameters() if p.grad is not None}
+    off = sorted((float((found[name] - grad).norm() / grad.norm()) for name, grad in expected.items()))
+    # Where two ways of adding move a value to the next step, what lies before it has another gradient, a little.
+    assert off[len(off) // 2] < 1e-2 and off[-1] < 0.1
 
 
 def _sample(checkpoint, prompts, layout, engines):
@@ -102,7 +155,6 @@ def test_rounded(ranks, checkpoint, prompts, tmp_path, layout, engines):
 def test_layers(checkpoint, prompts, format):
     """Each multiplies the rounded input with the rounded weight.  (INT8 is not compared as a whole: its steps are so
     even that the little by which two ways of adding differ moves inputs to other steps, and more from there.)"""
-    functional = lazy("torch.nn.functional")
     parts = policies.parts(checkpoint, TP1, Engines(), quantized=format)
     batch = [prompts["image"], prompts["video"]]
     parts.quantization.calibrate(lambda: parts.engine.generate(batch[:1], policies.sampling(1)))
