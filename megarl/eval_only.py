@@ -62,7 +62,7 @@ def _initial_model(recipe: Recipe, folder: Path, ranks: Ranks) -> Iterator[Path]
     """The folder where the run's initial model lies or is to be made.  A folder in which no run has begun keeps
     nothing: a run of another recipe may begin there later."""
     begun = ranks.broadcast((folder / _INITIAL).exists())
-    where = folder if begun or recipe.model.path else folder / "eval_only.partial"
+    where = folder if begun or not recipe.model.random else folder / "eval_only.partial"
     if where != folder and dist.get_rank() == 0:
         shutil.rmtree(where, ignore_errors=True)  # of a command that was killed, and perhaps of another recipe
     dist.barrier()

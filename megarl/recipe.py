@@ -92,6 +92,9 @@ class ModelSection(Section):
     """Folder of a Hugging Face checkpoint to start from, or its name on the hub; excludes `config`."""
     config: dict[str, Any] | None = None
     """A Hugging Face configuration, inline: the model starts from random weights; excludes `path`."""
+    init: Literal["auto", "random"] = "auto"
+    """Weights to start from; auto: those of `path`, or random ones; random: of `path` configuration and processor
+    alone, for experiments and for measuring speed."""
     init_std: PositiveFloat | None = None
     """Standard deviation of random weights; null: the configuration's `initializer_range`."""
     scale_output_projections: bool = True
@@ -106,6 +109,11 @@ class ModelSection(Section):
     """Parts of the model that are not trained."""
     lora: LoraSection | None = None
     """Train low-rank adapters of the language model in place of its weights; null: train the weights."""
+
+    @property
+    def random(self) -> bool:
+        """Whether the run starts from random weights."""
+        return self.path is None or self.init == "random"
 
 
 class ParallelSection(Section):
@@ -212,7 +220,7 @@ class Conflict(ValueError):
 
     def under(self, section: str) -> str:
         """The message, with dotted keys of the recipe."""
-        named = [f"{section}.{key} = {_one_line(repr(value), limit=60)}" for key, value in self.settings.items()]
+        named = [f"{section}.{key} = {_shown(value)}" for key, value in self.settings.items()]
         return f"{', '.join(named)}: {self}"
 
 
@@ -715,9 +723,9 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
     m, tiny, config = r.model, r.model.tiny_processor, r.model.config
     yield (m.path is None) == (config is None), "model.path model.config", "set exactly one"
     yield (
-        m.path is not None and m.init_std is not None,
+        not m.random and m.init_std is not None,
         "model.path model.init_std",
-        "a checkpoint has weights",
+        "a checkpoint has weights: should be null, or model.init = 'random'",
     )
     yield (
         m.path is not None and tiny is not None,
@@ -1215,8 +1223,12 @@ def _settings(recipe: Recipe, *keys: str) -> str:
         value: Any = recipe
         for name in key.split("."):
             value = value[name] if isinstance(value, dict) else getattr(value, name)
-        named.append(f"{key} = {_one_line(repr(value), limit=60)}")
+        named.append(f"{key} = {_shown(value)}")
     return ", ".join(named)
+
+
+def _shown(value: Any) -> str:
+    return _one_line(repr(value.model_dump() if isinstance(value, Section) else value), limit=60)
 
 
 def _refusal(error: ValidationError, layers: Sequence[_Layer], path: str) -> str:

@@ -151,11 +151,12 @@ def fetch_models(recipe: Recipe, ranks: Ranks) -> Recipe:
         ("model", "processor"): recipe.model.processor,
         ("algorithm", "reference"): recipe.algorithm.reference,
     }
+    with_weights = [("algorithm", "reference"), *[("model", "path")] * (not recipe.model.random)]
     names = ranks.broadcast({place: path for place, path in given.items() if path is not None and hub.on_hub(path)})
 
     def folders(cached: bool = False) -> dict[tuple[str, str], Path]:
         return {
-            place: hub.fetch(name, ".".join(place), weights=place[1] != "processor", cached=cached)
+            place: hub.fetch(name, ".".join(place), weights=place in with_weights, cached=cached)
             for place, name in names.items()
         }
 
@@ -179,13 +180,13 @@ def prepare_checkpoint(recipe: Recipe, folder: Path) -> Path:
         UserError: the weights of a folder that is given do not fit its config.
     """
     model = recipe.model
-    if model.path is not None:
+    if not model.random:
         check_weights(Path(model.path))
         return Path(model.path)
     initial = folder / "initial"
     if dist.get_rank() == 0 and not initial.exists():
-        processor = folder / "processor" if model.processor is None else Path(model.processor)
-        config = hf_config(None, model.config)
+        processor = Path(model.processor or model.path or folder / "processor")
+        config = hf_config(model.path, model.config)
         family = FAMILIES[config.model_type]
         if model.tiny_processor is not None:
             _build_tiny(model.tiny_processor, processor, family)

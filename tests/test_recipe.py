@@ -336,12 +336,13 @@ TINY = "model.tiny_processor"
         (
             MINIMAL,
             ["model.init_std=0.1"],
-            "model.path = 'some/checkpoint', model.init_std = 0.1: a checkpoint has weights",
+            "model.path = 'some/checkpoint', model.init_std = 0.1: a checkpoint has weights: should be null, "
+            "or model.init = 'random'",
         ),
         (
             MINIMAL,
             ["model.tiny_processor={patch_size: 4, min_pixels: 64, max_pixels: 64}"],
-            "model.path = 'some/checkpoint', model.tiny_processor = TinyProcessor(",
+            "model.path = 'some/checkpoint', model.tiny_processor = {'alphabet': ",
         ),
         (
             MINIMAL,
@@ -353,7 +354,7 @@ TINY = "model.tiny_processor"
             ["model.path=null", "model.config={model_type: a}"],
             "model.config = {'model_type': 'a'}: an inline configuration needs 'architectures'",
         ),
-        (INLINE, ["model.processor=x"], "model.processor = 'x', model.tiny_processor = TinyProcessor("),
+        (INLINE, ["model.processor=x"], "model.processor = 'x', model.tiny_processor = {'alphabet': "),
         (
             INLINE,
             ["model.tiny_processor=null"],
@@ -414,7 +415,7 @@ TINY = "model.tiny_processor"
         (
             MINIMAL,
             ["rollout.quantization.training=true", "model.lora={}"],
-            "rollout.quantization.training = True, model.lora = LoraSection(rank=16, ",
+            "rollout.quantization.training = True, model.lora = {'rank': 16, ",
         ),
         (
             MINIMAL,
@@ -444,12 +445,12 @@ TINY = "model.tiny_processor"
         (
             MINIMAL,
             ["algorithm.curriculum.share=0.01"],
-            "algorithm.curriculum = CurriculumSection(share=0.01, discount=0.5), algorithm.prompts_per_step = 32: no ",
+            "algorithm.curriculum = {'share': 0.01, 'discount': 0.5}, algorithm.prompts_per_step = 32: no ",
         ),
         (
             MINIMAL,
             ["algorithm.curriculum={}", "algorithm.surrogate=none", "algorithm.kl_coefficient=1"],
-            "algorithm.surrogate = 'none', algorithm.curriculum = CurriculumSection(share=0.5, discount=0.5): there is",
+            "algorithm.surrogate = 'none', algorithm.curriculum = {'share': 0.5, 'discount': 0.5}: there is",
         ),
         (
             MINIMAL,
@@ -545,7 +546,7 @@ TINY = "model.tiny_processor"
         (
             MINIMAL,
             ["environment.dialogue={name: zoom}"],
-            "environment.dialogue = DialogueSection(name='zoom', options={}, max_turns=4), "
+            "environment.dialogue = {'name': 'zoom', 'options': {}, 'max_turns': 4}, "
             "rollout.max_sequence_tokens = None: a conversation needs a bound",
         ),
         (
@@ -566,7 +567,7 @@ TINY = "model.tiny_processor"
         (
             MINIMAL,
             ["rollout.partial={extra_prompts: 4, tokens_per_round: 2}", "algorithm.curriculum={share: 0.5}"],
-            "rollout.partial.extra_prompts = 4, algorithm.curriculum = CurriculumSection(share=0.5, ",
+            "rollout.partial.extra_prompts = 4, algorithm.curriculum = {'share': 0.5, ",
         ),
         (
             MINIMAL,

@@ -1,14 +1,23 @@
 """What is looked at before a run is built.  What a whole run refuses is in tests/test_train.py."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from megarl.errors import UserError
 from megarl.models.families import FAMILIES
-from megarl.models.hf_config import hf_config
+from megarl.models.hf_config import family_of, hf_config
+from megarl.models.weight_files import stored_shapes
+from megarl.recipe import load_recipe
 from megarl.startup import check_tokens
 from tests import tiny
+from tests.distributed import lazy
+from tests.test_train import DIGITS
+
+startup = lazy("megarl.startup")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -57,3 +66,29 @@ def test_media_tokens_of_another_config(parts, kind):
     assert str(refused.value) == (
         f"the tokenizer gives '<|{kind}_pad|>' the id {token}: config.json has {kind}_token_id = {token + 9}"
     )
+
+
+def _prepared(folder: Path, recipe) -> str:
+    return str(startup.prepare_checkpoint(recipe, folder))
+
+
+def test_random_weights_of_a_configuration(ranks, folder, tmp_path):
+    """Of a folder, with weights or without, its configuration and processor are taken; the weights are others."""
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    for source in (bare, folder):
+        recipe = load_recipe(DIGITS, [*_OF_A_FOLDER, f"model.path={source}", "model.init=random", "model.init_std=0.3"])
+        run = tmp_path / source.name
+        (made,) = ranks.run(_prepared, run, recipe)
+        assert made == str(run / "initial")
+    weights, given = load_file(tmp_path / "bare" / "initial" / "model.safetensors"), stored_shapes(folder)
+    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == given
+    again = load_file(Path(made) / "model.safetensors")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in weights.items())
+    theirs = load_file(folder / "model.safetensors")
+    assert not any(torch.equal(tensor, theirs[name]) for name, tensor in weights.items() if tensor.ndim > 1)
+    vocabulary = tiny.load_processor(Path(made), family_of(folder)).tokenizer.get_vocab()
+    assert vocabulary == tiny.load_processor(folder, family_of(folder)).tokenizer.get_vocab()
+
+
+_OF_A_FOLDER = ["model.config=null", "model.tiny_processor=null"]
