@@ -238,7 +238,7 @@ def estimate_memory(
 
     return Memory(
         weights=item * shard,
-        engine_weights=item * sum(parameters.on_a_rank(engine, split_tower)) if recipe.own_engine else 0,
+        engine_weights=_engine_weights(recipe, config, item * sum(parameters.on_a_rank(engine, split_tower))),
         gradients=4 * trained,
         optimizer_state=state,
         reference_snapshot=_reference(recipe, item * shard, item * trained),
@@ -256,6 +256,17 @@ def estimate_memory(
         ),
         activations_training=activations,
     )
+
+
+def _engine_weights(recipe: Recipe, config: "PreTrainedConfig", own: int) -> int:
+    """With a byte for each weight that is multiplied in FP8: the engine keeps what a sync writes beside it."""
+    if not recipe.own_engine:
+        return 0
+    asked, copied = recipe.rollout.quantization, 0
+    if asked is not None and asked.format == "fp8":
+        every_layer = LoraSection(rank=1)  # those that may have adapters are those that are quantised
+        copied = adapted_weights(config, every_layer) // recipe.engine_parallel.tensor_model_parallel_size
+    return own + copied
 
 
 def _reference(recipe: Recipe, whole: int, trained: int) -> int:

@@ -29,6 +29,8 @@ def quantize(arguments: list[str]) -> Path:
         raise UserError(f"{options.run} is not the folder of a run: it has no recipe.yaml")
     recipe = load_recipe(options.run / "recipe.yaml")
     source = options.checkpoint or options.run / "checkpoint"
+    if not source.is_dir():
+        raise UserError(f"{source} is not there: python -m megarl.export {options.run} writes a checkpoint of the run")
     config = hf_config(str(source), None, "checkpoint")
     if getattr(config.get_text_config(), "num_experts", None):
         raise UserError(f"{source}: a {config.model_type} is a mixture of experts, which are not quantised")

@@ -774,7 +774,18 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
                 f"model.tiny_processor.{ours} model.config.{section}.{theirs}",
                 "should be equal",
             )
-    aware = r.rollout.quantization is not None and r.rollout.quantization.training
+    quantized = r.rollout.quantization is not None
+    aware = quantized and r.rollout.quantization.training
+    yield (
+        quantized and m.lora is not None and not m.lora.merge_for_rollouts,
+        "model.lora.merge_for_rollouts rollout.quantization",
+        "what is rounded has its adapters in it: should be true",
+    )
+    yield (
+        aware and r.algorithm.reference is not None,
+        "rollout.quantization.training algorithm.reference",
+        "another model's inputs have another scale: should be false, or algorithm.reference = null",
+    )
     yield (
         aware and m.lora is not None,
         "rollout.quantization.training model.lora",

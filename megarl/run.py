@@ -86,6 +86,11 @@ class Parts:
     quantization: Quantization | None
     """Of the engine's weights."""
 
+    @property
+    def weights_changed(self) -> Callable[[], None]:
+        """What the trainer's own module asks for when its weights have become others."""
+        return self.quantization.quantize_weights if self.quantization and self.quantization.aware else lambda: None
+
 
 @dataclass(eq=False)
 class HeldOut:
@@ -465,20 +470,22 @@ def build_replies(recipe: Recipe, alive: Callable[[], None] = lambda: None) -> R
 
 def build_parts(recipe: Recipe, checkpoint: Path) -> Parts:
     """The policy from its Hugging Face folder, trainer and engine, whose weights are the same.  Collective."""
-    policy = load_policy(checkpoint, model_options(recipe))
-    # The trainer first: its DDP moves the weights into its buffers, and what the engine captures in CUDA graphs are
-    # addresses.
-    trainer = Trainer(policy.model, recipe.rollout.scoring_temperature, recipe.training.log_prob_chunk)
-    engine, sync, groups, quantization = _build_engine(recipe, policy, checkpoint)
+    policy, asked = load_policy(checkpoint, model_options(recipe)), recipe.rollout.quantization
+    aware = Quantization(policy.model, asked.format, aware=True) if asked and asked.training else None
+    # The trainer before the engine: its DDP moves the weights into its buffers, and what the engine captures in CUDA
+    # graphs are addresses.
+    temperature, chunk = recipe.rollout.scoring_temperature, recipe.training.log_prob_chunk
+    trainer = Trainer(policy.model, temperature, chunk, aware.quantize_weights if aware else lambda: None)
+    engine, sync, groups, quantization = _build_engine(recipe, policy, checkpoint, aware)
     return Parts(policy, trainer, engine, sync, groups.data_parallel_ranks, groups.same_prompts, quantization)
 
 
 def _build_engine(
-    recipe: Recipe, policy: Policy, checkpoint: Path
+    recipe: Recipe, policy: Policy, checkpoint: Path, aware: Quantization | None = None
 ) -> tuple[RolloutEngine, WeightSync, EngineGroups, Quantization | None]:
-    """Over the policy's module, or over one of its own."""
+    """Over the policy's module, which may be `aware` of its rounding, or over one of its own."""
     sampled, groups, sync = policy.model, shared_groups(), SharedWeights
-    in_engine, in_transfer, quantization = policy.as_sampled, nullcontext, None
+    in_engine, in_transfer, quantization = policy.as_sampled, nullcontext, aware
     if recipe.own_engine:
         options = engine_model_options(recipe)
         groups = resharded_groups(
@@ -486,9 +493,8 @@ def _build_engine(
         )
         sampled, sync = empty_copy(policy, checkpoint, options, groups.model), ReshardedWeights
         in_engine, in_transfer = nullcontext, policy.as_sampled
-    if recipe.rollout.quantization is not None:
-        asked = recipe.rollout.quantization
-        quantization = Quantization(sampled, asked.format, asked.training)
+    if recipe.rollout.quantization is not None and aware is None:
+        quantization = Quantization(sampled, recipe.rollout.quantization.format)
     engine = RolloutEngine(sampled, engine_options(recipe), groups.peers, in_engine)
     arrived = quantization.quantize_weights if quantization else lambda: None
     return engine, sync(engine, policy.model, recipe.rollout.verify_sync, in_transfer, arrived), groups, quantization

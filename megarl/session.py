@@ -163,7 +163,7 @@ class Session:
                 run.sync()
             else:
                 checkpoint.save_weights(self._reference_folder, run.policy.model)
-            self._reference = ReferencePolicy(run.policy.model)
+            self._reference = ReferencePolicy(run.policy.model, changed=run.parts.weights_changed)
         if calibration is not None:
             run.parts.quantization.restore(calibration)
         elif run.parts.quantization is not None:

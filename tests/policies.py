@@ -54,7 +54,8 @@ def parts(
     """As a run builds them, its trainer begun; the engine in the layout of the job, or of `engines`.  `quantized` is
     the format of the weights of these, or, without them, of the one module's."""
     built = policy(checkpoint, sequence_parallel=layout.sequence_parallel, lora=lora)
-    training = trainer(built.model)
+    quantization = Quantization(built.model, quantized, aware=True) if quantized and engines is None else None
+    training = trainer(built.model, changed=quantization.quantize_weights if quantization else lambda: None)
     sampled, groups, kind = built.model, shared_groups(), SharedWeights
     in_engine, in_transfer = built.as_sampled, nullcontext
     if engines is not None:
@@ -65,7 +66,8 @@ def parts(
         settings = ModelOptions(torch.float32, sequence_parallel=engines.sequence_parallel, lora=lora, **sizes)
         sampled = empty_copy(built, checkpoint, settings, groups.model)
         in_engine, in_transfer = nullcontext, built.as_sampled
-    quantization = Quantization(sampled, quantized, aware=engines is None) if quantized else None
+    if quantized and engines is not None:
+        quantization = Quantization(sampled, quantized)
     sampling_engine = engine(sampled, groups.peers, in_engine, **options)
     arrived = quantization.quantize_weights if quantization else lambda: None
     weight_sync = kind(sampling_engine, built.model, verify_sync, in_transfer, arrived)
@@ -77,9 +79,11 @@ def sampling(max_new_tokens: int = 10, stop_ids: tuple[int, ...] = STOP, **optio
     return SamplingOptions(max_new_tokens, stop_ids, **options)
 
 
-def trainer(model, temperature: float = 1.0, chunk: int = 7, learning_rate: float = 1e-2, **options) -> Trainer:
+def trainer(
+    model, temperature: float = 1.0, chunk: int = 7, learning_rate: float = 1e-2, changed=lambda: None, **options
+) -> Trainer:
     """Begun, with a chunk that divides nothing."""
-    built = Trainer(model, temperature, chunk)
+    built = Trainer(model, temperature, chunk, changed)
     begin(built, learning_rate, **options)
     return built
 

@@ -61,6 +61,7 @@ def refusal(capsys, *arguments) -> str:
 
 def test_refused(run, tmp_path, capsys, mixture_checkpoint, monkeypatch):
     assert "is not the folder of a run" in refusal(capsys, tmp_path)
+    assert "python -m megarl.export" in refusal(capsys, run, "--checkpoint", tmp_path / "nowhere")
     assert "should be a folder with a config.json" in refusal(capsys, run, "--checkpoint", tmp_path)
     assert "mixture of experts" in refusal(capsys, run, "--checkpoint", mixture_checkpoint)
     assert "--format" in refusal(capsys, run, "--format", "int4")

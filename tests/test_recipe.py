@@ -414,6 +414,16 @@ TINY = "model.tiny_processor"
         ),
         (
             MINIMAL,
+            ["rollout.quantization={}", "model.lora.merge_for_rollouts=false"],
+            "model.lora.merge_for_rollouts = False, rollout.quantization = {'format': 'fp8', ",
+        ),
+        (
+            MINIMAL,
+            ["rollout.quantization.training=true", "algorithm.kl_coefficient=0.1", "algorithm.reference=teacher"],
+            "rollout.quantization.training = True, algorithm.reference = 'teacher': another model's",
+        ),
+        (
+            MINIMAL,
             ["rollout.quantization.training=true", "model.lora={}"],
             "rollout.quantization.training = True, model.lora = {'rank': 16, ",
         ),

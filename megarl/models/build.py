@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -213,14 +213,25 @@ def save_checkpoint(policy: Policy, folder: Path, processor) -> None:
     Raises:
         UserError: a file cannot be written, or is not what was written when it is read.
     """
-    try:
+    with writing(folder):
         _save_checkpoint(policy, folder, processor)
+    dist.barrier()
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Trouble of the disk is said in one line.
+
+    Raises:
+        UserError: in place of what says that a file was not written.
+    """
+    try:
+        yield
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise UserError(f"{folder} was not written: {where}{error.strerror or error}") from error
     except SafetensorError as error:  # its own kind, also for a full disk
         raise UserError(f"{folder} was not written: {one_line(error)}") from error
-    dist.barrier()
 
 
 def _save_checkpoint(policy: Policy, folder: Path, processor) -> None:

@@ -60,7 +60,8 @@ class Adapters:
         self._layers = {
             name: layer for name, layer in model.language_model.named_modules() if isinstance(layer, LoRALinear)
         }
-        self._base: dict[str, Tensor] | None = None
+        self._base: dict[str, tuple[int, Tensor]] = {}
+        """Of each adapted weight how often it had been written, and a copy on the host."""
         for name, layer in self._layers.items():
             layer.register_load_state_dict_pre_hook(_with_wrapped_names)
             weight, b = layer.to_wrap.weight, layer.adapter.linear_out.weight
@@ -84,8 +85,7 @@ class Adapters:
         """Inside, each adapted weight holds the sum of itself and its adapter's product, added in float32 and rounded
         once; afterwards, also after an exception, it is what it was, bit for bit, and at the same address.  Collective
         over the tensor-parallel ranks."""
-        if self._base is None:  # they never change
-            self._base = {name: host_copy(layer.to_wrap.weight) for name, layer in self._layers.items()}
+        self._keep()
         try:
             self.switch(False)
             self._merge()
@@ -93,6 +93,13 @@ class Adapters:
         finally:
             self.switch(True)
             self._restore()
+
+    def _keep(self) -> None:
+        """They are not trained, so a copy is made again only where a checkpoint was loaded."""
+        for name, layer in self._layers.items():
+            weight = layer.to_wrap.weight
+            if name not in self._base or self._base[name][0] != weight._version:
+                self._base[name] = weight._version, host_copy(weight)
 
     @torch.no_grad()
     def _merge(self) -> None:
@@ -111,7 +118,9 @@ class Adapters:
     @torch.no_grad()
     def _restore(self) -> None:
         for name, layer in self._layers.items():
-            layer.to_wrap.weight.copy_(self._base[name], non_blocking=True)
+            weight, (_, kept) = layer.to_wrap.weight, self._base[name]
+            weight.copy_(kept, non_blocking=True)
+            self._base[name] = weight._version, kept
 
 
 @torch.no_grad()

@@ -22,6 +22,12 @@ class Fp8Layer:
     so captured CUDA graphs do too.
     """
 
+    @staticmethod
+    def fits(layer) -> bool:
+        """Whether this GPU multiplies FP8 (from Ada on), and matrices of these sizes."""
+        sizes = layer._parameters["weight"].shape
+        return torch.cuda.get_device_capability() >= (8, 9) and all(size % 16 == 0 for size in sizes)
+
     def __init__(self, layer):
         self._layer = layer
         weight = layer._parameters["weight"]
@@ -33,7 +39,13 @@ class Fp8Layer:
         self._sequence_parallel = config.sequence_parallel and self._group.size() > 1
         self._norm = getattr(layer, "layer_norm_weight", None)
         self._bias = getattr(layer, "bias", None)
-        self._adds_bias = self._bias is not None and self._bias.numel() > 0
+        has_bias = self._bias is not None and self._bias.numel() > 0
+        returns_bias = getattr(layer, "te_return_bias", getattr(layer, "skip_bias_add", False))
+        self._adds_bias, self._returned = (
+            has_bias and not returns_bias,
+            self._bias if has_bias and returns_bias else None,
+        )
+        assert self._norm is None or (config.normalization, config.layernorm_zero_centered_gamma) == ("RMSNorm", False)
         layer.forward = self
 
     def take(self, amax: Tensor) -> None:
@@ -56,9 +68,9 @@ class Fp8Layer:
                 else reduce_from_tensor_model_parallel_region
             )
             out = reduced(out, group=self._group)
-        if self._adds_bias and not self._layer.te_return_bias:
+        if self._adds_bias:
             out = out + self._bias
-        return out, self._bias if self._adds_bias and self._layer.te_return_bias else None
+        return out, self._returned
 
     def _multiply(self, x: Tensor, quantizer) -> Tensor:
         if not quantizer._if_quant:  # being calibrated

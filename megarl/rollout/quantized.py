@@ -38,7 +38,7 @@ class Quantization:
     """
 
     def __init__(self, model, format: str, aware: bool = False):
-        self._group, self._aware = model.pg_collection.tp, aware
+        self._group, self.aware = model.pg_collection.tp, aware
         with warnings.catch_warnings(), redirect_stdout(None):
             warnings.simplefilter("ignore")  # of its plugins for what is not installed
             _quantize(model.language_model, format)
@@ -53,7 +53,7 @@ class Quantization:
             if aware:
                 continue
             layer.weight_quantizer.disable()  # `quantize_weights` has done it
-            if format == "fp8" and kernels().gpu:
+            if format == "fp8" and kernels().gpu and Fp8Layer.fits(layer):
                 self._fp8[name] = Fp8Layer(layer)
         if aware:
             self.quantize_weights()
@@ -69,7 +69,7 @@ class Quantization:
                 self._fp8[name].take(amax)
                 continue
             _set_amax(quantizer, amax)
-            if self._aware:
+            if self.aware:
                 continue
             quantizer.enable()
             weight.copy_(quantizer(weight))

@@ -1,8 +1,8 @@
 """How the trainer's weights become the engine's, after each change of them.
 
-`SharedWeights`: trainer and engine have one module, and no byte moves.  `ReshardedWeights`: the engine has a module in
-another layout, which `megatron.core.resharding` fills in place, by a plan that is made once: CUDA graphs find the
-weights where they were.
+`SharedWeights`: trainer and engine have one module, and no byte moves.  `ReshardedWeights`: the engine has a module of
+its own, in another layout or quantised, which `megatron.core.resharding` fills in place, by a plan that is made once:
+CUDA graphs find the weights where they were.
 """
 
 from abc import ABC, abstractmethod

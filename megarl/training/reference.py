@@ -15,10 +15,11 @@ class ReferencePolicy:
     Args:
         model: the policy.
         whole: hold what is not trained too, for a reference whose weights come from elsewhere.
+        changed: called when the model has become the reference, and when it is the policy again.
     """
 
-    def __init__(self, model, whole: bool = False):
-        self._model = model
+    def __init__(self, model, whole: bool = False, changed: Callable[[], None] = lambda: None):
+        self._model, self._changed = model, changed
         self.weights = {
             name: host_copy(parameter)
             for name, parameter in model.named_parameters()
@@ -57,3 +58,4 @@ class ReferencePolicy:
                 present = parameter.clone()
                 parameter.copy_(kept)
                 kept.copy_(present)
+        self._changed()

@@ -149,6 +149,22 @@ def test_merged_and_taken_out(checkpoint, prompts, dtype):
 
 
 @pytest.mark.ranks(1)
+def test_a_checkpoint_is_loaded_between(checkpoint):
+    """Its weights are what is restored from then on."""
+    policy = adapted(checkpoint)
+    with policy.merged():
+        pass
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.5)
+    before = _tensors(policy.model)
+    for _ in range(2):
+        with policy.merged():
+            pass
+        assert not _differing(before, _tensors(policy.model))
+
+
+@pytest.mark.ranks(1)
 def test_merged_is_the_same_policy(checkpoint, prompts):
     policy = adapted(checkpoint)
     trainer, sequences = policies.trainer(policy.model), tiny.make_sequences(prompts)
