@@ -34,7 +34,9 @@ def _weights(folder):
     return tiny.Reference(folder / "run" / "checkpoint").model.state_dict()
 
 
-@pytest.mark.parametrize("aware", [False, True], ids=["rollouts", "training-too"])
+@pytest.mark.parametrize(
+    "aware", [pytest.param(False, id="rollouts"), pytest.param(True, id="training-too", marks=pytest.mark.slow)]
+)
 def test_resumed(tmp_path, data, aware):
     """A run that stops after a step ends as one that does not: the scales are the checkpoint's.  The mismatch is
     rounding's, where the trainer does not round."""

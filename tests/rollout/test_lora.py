@@ -35,11 +35,27 @@ def _sampled(checkpoint, prompts, layout, engines, merge):
     return max(apart), moved, same
 
 
-@pytest.mark.parametrize("merge", [True, False], ids=["merged", "pair"])
+CASES = {
+    "tp1": (TP1, None),
+    "tp2-sp": (TP2_SP, None),
+    "tp2 to tp1": (TP2, Engines()),
+    "dp2 to tp2": (Layout(2, 1), Engines(2)),
+}
+SLOW = {("tp1", False), ("tp2-sp", True), ("dp2 to tp2", True)}
+
+
 @pytest.mark.parametrize(
-    "layout, engines",
-    [(TP1, None), (TP2_SP, None), (TP2, Engines()), (Layout(2, 1), Engines(2))],
-    ids=["tp1", "tp2-sp", "tp2 to tp1", "dp2 to tp2"],
+    "layout, engines, merge",
+    [
+        pytest.param(
+            *layouts,
+            merge,
+            id=f"{name}, {'merged' if merge else 'pair'}",
+            marks=[pytest.mark.slow] * ((name, merge) in SLOW),
+        )
+        for name, layouts in CASES.items()
+        for merge in (True, False)
+    ],
 )
 def test_engine_is_trainer(ranks, checkpoint, prompts, layout, engines, merge):
     batch = list(prompts.values())
