@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from megarl.data.files import SPLITS, find_split
 from megarl.data.generators.registry import check_options
@@ -22,6 +22,7 @@ from megarl.pins import check_pins
 from megarl.recipe import (
     AlgorithmSection,
     DataSection,
+    LoraModule,
     LoraSection,
     ModelSection,
     ParallelSection,
@@ -55,8 +56,8 @@ class ParameterCount:
         return self.vision + self.projector + self.language + self.adapters
 
     def trained(self, model: ModelSection) -> "ParameterCount":
-        """Without what is frozen: the language model is too where it has adapters."""
-        frozen = {*model.freeze, *["language"] * (model.lora is not None)}
+        """Without what is frozen."""
+        frozen = model.frozen
         left = {part: 0 if part in frozen else getattr(self, part) for part in ("vision", "projector", "language")}
         return ParameterCount(**left, experts=0 if "language" in frozen else self.experts, adapters=self.adapters)
 
@@ -264,8 +265,9 @@ def _engine_weights(recipe: Recipe, config: "PreTrainedConfig", own: int) -> int
         return 0
     asked, copied = recipe.rollout.quantization, 0
     if asked is not None and asked.format == "fp8":
-        every_layer = LoraSection(rank=1)  # those that may have adapters are those that are quantised
-        copied = adapted_weights(config, every_layer) // recipe.engine_parallel.tensor_model_parallel_size
+        # Layers that may have adapters are those that are quantised.
+        elements = sum(inputs * outputs for inputs, outputs in _linears(config, get_args(LoraModule)))
+        copied = elements // recipe.engine_parallel.tensor_model_parallel_size
     return own + copied
 
 
@@ -387,18 +389,17 @@ def check_lora(recipe: Recipe, config: "PreTrainedConfig") -> None:
 
 def adapter_parameters(config: "PreTrainedConfig", lora: LoraSection | None) -> int:
     """Of the whole model."""
-    sizes = _adapted(config, lora)
-    return sum(lora.rank * (inputs + outputs) for inputs, outputs in sizes) if lora else 0
+    return sum(lora.rank * (inputs + outputs) for inputs, outputs in _linears(config, lora.modules)) if lora else 0
 
 
 def adapted_weights(config: "PreTrainedConfig", lora: LoraSection | None) -> int:
     """Elements, over the whole model, of which the host keeps a copy while adapters are added to them."""
     merged = lora is not None and lora.merge_for_rollouts
-    return sum(inputs * outputs for inputs, outputs in _adapted(config, lora)) if merged else 0
+    return sum(inputs * outputs for inputs, outputs in _linears(config, lora.modules)) if merged else 0
 
 
-def _adapted(config: "PreTrainedConfig", lora: LoraSection | None) -> list[tuple[int, int]]:
-    """(inputs, outputs) of the layers that have an adapter."""
+def _linears(config: "PreTrainedConfig", modules: Sequence[LoraModule]) -> list[tuple[int, int]]:
+    """(inputs, outputs) of these in every layer of the language model."""
     stack, _ = layer_stacks(config)
     sizes = {
         "linear_qkv": (stack.hidden, stack.query + 2 * stack.key_value),
@@ -406,7 +407,7 @@ def _adapted(config: "PreTrainedConfig", lora: LoraSection | None) -> list[tuple
         "linear_fc1": (stack.hidden, (1 + stack.gated) * stack.ffn),
         "linear_fc2": (stack.ffn, stack.hidden),
     }
-    return [sizes[name] for name in sorted(set(lora.modules))] * stack.layers if lora else []
+    return [sizes[name] for name in sorted(set(modules))] * stack.layers
 
 
 def check_perception(algorithm: AlgorithmSection, config: "PreTrainedConfig") -> None:

@@ -12,7 +12,7 @@ from megarl.errors import UserError
 from megarl.models.families import FAMILIES, Family
 from megarl.models.hf_config import family_of, hf_config
 from megarl.platform import launch
-from megarl.recipe import Recipe, check_world, load_recipe
+from megarl.recipe import Recipe, check_world, recipe_of_run
 
 
 def export(arguments: list[str]) -> None:
@@ -23,9 +23,7 @@ def export(arguments: list[str]) -> None:
     """
     options = _options(arguments)
     run = options.run
-    if not (run / "recipe.yaml").exists():
-        raise UserError(f"{run} is not the folder of a run: it has no recipe.yaml")
-    recipe = load_recipe(run / "recipe.yaml", _ALONE if launch.world_size() == 1 else [])
+    recipe = recipe_of_run(run, _ALONE if launch.world_size() == 1 else [])
     if options.adapter:
         _refuse_more_than_adapters(recipe)
     check_world(recipe, launch.world_size())

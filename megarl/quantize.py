@@ -15,7 +15,7 @@ from megarl.errors import UserError
 from megarl.models.families import FAMILIES
 from megarl.models.hf_config import hf_config
 from megarl.models.weight_files import check_weights
-from megarl.recipe import QuantizationSection, Recipe, load_recipe
+from megarl.recipe import QuantizationSection, Recipe, recipe_of_run
 
 
 def quantize(arguments: list[str]) -> Path:
@@ -25,9 +25,7 @@ def quantize(arguments: list[str]) -> Path:
         UserError: no such run or checkpoint, one that cannot be quantised, or nvidia-modelopt is not installed.
     """
     options = _options(arguments)
-    if not (options.run / "recipe.yaml").exists():
-        raise UserError(f"{options.run} is not the folder of a run: it has no recipe.yaml")
-    recipe = load_recipe(options.run / "recipe.yaml")
+    recipe = recipe_of_run(options.run)
     source = options.checkpoint or options.run / "checkpoint"
     if not source.is_dir():
         raise UserError(f"{source} is not there: python -m megarl.export {options.run} writes a checkpoint of the run")

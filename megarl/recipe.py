@@ -111,6 +111,11 @@ class ModelSection(Section):
     """Train low-rank adapters of the language model in place of its weights; null: train the weights."""
 
     @property
+    def frozen(self) -> set[Part]:
+        """Parts whose own weights are not trained: the language model's are not where it has adapters."""
+        return {*self.freeze, *["language"] * (self.lora is not None)}
+
+    @property
     def random(self) -> bool:
         """Whether the run starts from random weights."""
         return self.path is None or self.init == "random"
@@ -1183,6 +1188,17 @@ def load_recipe(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Recip
         return Recipe.model_validate(values)
     except ValidationError as error:
         raise UserError(_refusal(error, layers, str(path))) from None
+
+
+def recipe_of_run(run: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """What the run in a folder was started with.
+
+    Raises:
+        UserError: none was.
+    """
+    if not (run / "recipe.yaml").exists():
+        raise UserError(f"{run} is not the folder of a run: it has no recipe.yaml")
+    return load_recipe(run / "recipe.yaml", overrides)
 
 
 def save_recipe(recipe: Recipe, path: str | os.PathLike) -> None:

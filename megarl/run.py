@@ -86,11 +86,6 @@ class Parts:
     quantization: Quantization | None
     """Of the engine's weights."""
 
-    @property
-    def weights_changed(self) -> Callable[[], None]:
-        """What the trainer's own module asks for when its weights have become others."""
-        return self.quantization.quantize_weights if self.quantization and self.quantization.aware else lambda: None
-
 
 @dataclass(eq=False)
 class HeldOut:

@@ -67,12 +67,12 @@ class Session:
             refuse_other_recipe(recipe, folder)
             prepare_data(recipe)
         ranks.broadcast(None)  # the others wait for rank 0
-        self._recipe = local = fetch_models(recipe, ranks)
+        self._recipe = fetch_models(recipe, ranks)
         self._checkpoints, self._reference_folder = folder / "checkpoints", folder / "reference"
         self._newest, self._said = checkpoint_folder.newest_whole(self._checkpoints)
         minutes = recipe.limits.no_progress_minutes
         self._watchdog = Watchdog(minutes and 60 * minutes)
-        self.run = build_run(local, folder, ranks, self._watchdog.alive)
+        self.run = build_run(self._recipe, folder, ranks, self._watchdog.alive)
         self._sampling = sampling_options(recipe, self.run.stop_ids)
         self.timer = PhaseTimer(torch.cuda.synchronize if kernels().gpu else None, self._watchdog.enter)
         self.policy_step: PolicyStep | None = None
@@ -163,7 +163,7 @@ class Session:
                 run.sync()
             else:
                 checkpoint.save_weights(self._reference_folder, run.policy.model)
-            self._reference = ReferencePolicy(run.policy.model, changed=run.parts.weights_changed)
+            self._reference = ReferencePolicy(run.policy.model, changed=run.trainer.changed)
         if calibration is not None:
             run.parts.quantization.restore(calibration)
         elif run.parts.quantization is not None:

@@ -3,7 +3,6 @@
 An adapted layer computes `W x + (alpha / rank) B A x`; W is not trained, and B is zero at first.
 """
 
-import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -19,6 +18,7 @@ from megatron.bridge.peft.recompute import PEFT_RECOMPUTE_PATCHED
 from torch import Tensor
 
 from megarl.models.host_copy import host_copy
+from megarl.models.named_generator import named_generator
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Adapters:
             weight, b = layer.to_wrap.weight, layer.adapter.linear_out.weight
             if weight.partition_dim == b.partition_dim:
                 b.partition_stride = weight.partition_stride  # resharding joins halves of a gated MLP by it
-            _draw(layer.adapter.linear_in.weight, layer.adapter.tp_group, f"{options.seed}/{name}")
+            _draw(layer.adapter.linear_in.weight, layer.adapter.tp_group, named_generator(options.seed, name))
 
     @torch.no_grad()
     def clear(self) -> None:
@@ -124,11 +124,10 @@ class Adapters:
 
 
 @torch.no_grad()
-def _draw(weight: Tensor, group: torch.distributed.ProcessGroup, key: str) -> None:
+def _draw(weight: Tensor, group: torch.distributed.ProcessGroup, generator: torch.Generator) -> None:
     """Fills this rank's part of an A of `[rank, inputs]`, which is split over rows or over columns."""
     whole, dim = list(weight.shape), weight.partition_dim
     whole[dim] *= group.size()
-    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little"))
     values = (2 * torch.rand(whole, generator=generator) - 1) / math.sqrt(whole[1])
     weight.copy_(values.chunk(group.size(), dim)[group.rank()])
 

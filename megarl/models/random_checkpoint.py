@@ -4,7 +4,6 @@ Starting from nothing then differs from starting from a checkpoint in nothing bu
 loads the same weights, and transformers can read what the run began with.
 """
 
-import hashlib
 import math
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from megarl.data.folder import whole_folder
+from megarl.models.named_generator import named_generator
 from megarl.models.shard_writer import ShardWriter
 from megarl.models.weight_files import Shape, parameter_shapes
 
@@ -51,6 +51,4 @@ def write_random_checkpoint(folder: Path, config: PretrainedConfig, processor, s
 def _draw(name: str, shape: Shape, std: float, seed: int) -> torch.Tensor:
     if len(shape) == 1:
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    return torch.randn(shape, generator=generator) * std
+    return torch.randn(shape, generator=named_generator(seed, name)) * std

@@ -22,8 +22,6 @@ from megarl.errors import UserError
 from megarl.platform.kernels import kernels
 from megarl.rollout.fp8 import Fp8Layer
 
-FORMATS = ("fp8", "int8")
-
 
 class Quantization:
     """The constructor makes the layers of the model's language model quantised ones.

@@ -93,15 +93,8 @@ class SharedWeights(WeightSync):
 class ReshardedWeights(WeightSync):
     """Two modules in two layouts.  The constructor is collective, and leaves the engine with the trainer's weights."""
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        trained: torch.nn.Module,
-        verify: bool,
-        as_sampled: Callable[[], AbstractContextManager[None]] = nullcontext,
-        arrived: Callable[[], None] = lambda: None,
-    ):
-        super().__init__(engine, trained, verify, as_sampled, arrived)
+    def __init__(self, engine: RolloutEngine, trained: torch.nn.Module, *arguments, **options):
+        super().__init__(engine, trained, *arguments, **options)
         self._plan = build_local_reshard_plan(trained, engine.model, trained.config.num_moe_experts)
         self._service = NCCLCopyService() if kernels().gpu else GlooCopyService()
         received = dict(named_refit_tensors(engine.model))

@@ -58,7 +58,7 @@ class Trainer:
     """
 
     def __init__(self, model, temperature: float, log_prob_chunk: int, changed: Callable[[], None] = lambda: None):
-        self.model, self._changed = model, changed
+        self.model, self.changed = model, changed
         self._config = model.config
         self._device = next(model.parameters()).device
         self._temperature, self._chunk = temperature, log_prob_chunk
@@ -163,7 +163,7 @@ class Trainer:
         applied, grad_norm = False, float("nan")
         if self._are_finite(losses):
             applied, grad_norm, _ = self.optimizer.step()
-            self._changed()
+            self.changed()
         rate = next(g["lr"] for g in self.optimizer.param_groups if g["params"])
         self.scheduler.step(1)
         return UpdateResult(float(grad_norm), rate, bool(applied)), torch.stack(sums).sum(0)

@@ -131,7 +131,7 @@ class Verification:
                 self._job.dtype,
                 recipe.rollout.scoring_temperature,
                 training.objective,
-                (*recipe.model.freeze, *["language"] * (recipe.model.lora is not None)),
+                tuple(recipe.model.frozen),
             )
             torch.save(question, self._folder / CASES)
             save_recipe(recipe, self._folder / RECIPE)

@@ -115,7 +115,7 @@ def test_aware_scales_follow_the_weights(checkpoint, prompts):
         return all(layer.weight_quantizer.amax == layer._parameters["weight"].abs().max() for layer in layers)
 
     assert fits()
-    kept = reference.ReferencePolicy(parts.policy.model, changed=parts.weights_changed)
+    kept = reference.ReferencePolicy(parts.policy.model, changed=parts.trainer.changed)
     before = [float(layer.weight_quantizer.amax) for layer in layers]
     policies.one_update(parts.trainer, tiny.make_sequences(prompts))
     assert fits() and before != [float(layer.weight_quantizer.amax) for layer in layers]
