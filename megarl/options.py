@@ -46,7 +46,6 @@ def model_options(recipe: Recipe) -> ModelOptions:
         sequence_parallel=recipe.parallel.sequence_parallel,
         recompute=recipe.training.recompute == "full",
         freeze=tuple(recipe.model.freeze),
-        cuda_graphs=cuda_graphs(recipe) and not recipe.own_engine,
         router_replay=recipe.algorithm.router_replay,
         lora=lora_options(recipe),
     )
@@ -69,7 +68,6 @@ def engine_model_options(recipe: Recipe) -> ModelOptions:
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         recompute=False,
-        cuda_graphs=cuda_graphs(recipe),
     )
 
 
@@ -86,11 +84,6 @@ def reward_options(recipe: Recipe) -> RewardOptions:
     )
 
 
-def cuda_graphs(recipe: Recipe) -> bool:
-    """Whether decode steps replay CUDA graphs."""
-    return recipe.rollout.cuda_graphs and kernels().gpu
-
-
 def engine_options(recipe: Recipe) -> EngineOptions:
     """Sizes of the engine."""
     r = recipe.rollout
@@ -104,7 +97,7 @@ def engine_options(recipe: Recipe) -> EngineOptions:
         enable_chunked_prefill=r.enable_chunked_prefill,
         vision_cache_bytes=int(r.vision_cache_gb * 2**30),
         patches_per_pass=r.patches_per_pass,
-        cuda_graphs=cuda_graphs(recipe),
+        cuda_graphs=r.cuda_graphs and kernels().gpu,
     )
 
 

@@ -43,8 +43,6 @@ class ModelOptions:
     """Full activation recomputation of the language model."""
     freeze: tuple[str, ...] = ()
     """Of `vision`, `projector`, `language`."""
-    cuda_graphs: bool = False
-    """Capture decode steps; needs a GPU."""
     router_replay: bool = False
     """Record the experts of each token in the engine, and replay them in training."""
     lora: LoraOptions | None = None
@@ -163,8 +161,6 @@ def _megatron_config(bridge: AutoBridge, options: ModelOptions):
     )
     if options.recompute:
         settings.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    if options.cuda_graphs:
-        settings.update(cuda_graph_impl="local")
     if not kernels().te:
         settings.update(
             transformer_impl="local",
@@ -198,8 +194,6 @@ def _mixture_settings(options: ModelOptions) -> dict:
         inference_moe_token_dispatcher_type="nccl",
         moe_grouped_gemm=kernels().te,
         moe_permute_fusion=kernels().te,
-        # A captured step has room for every token at every expert.
-        moe_pad_experts_for_cuda_graph_inference=options.cuda_graphs,
     )
 
 

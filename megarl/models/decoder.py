@@ -13,27 +13,31 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megarl.models.decode_attention import DecodeContext, decode_attention
 from megarl.parallel.ulysses import ulysses
 from megarl.platform.kernels import kernels
 
 
 class DualSelfAttention(Qwen3VLSelfAttention):
-    """Bridge's forward when training (per-token angles, packed rows too), Megatron's when an inference
-    context is given: Bridge's own inference branch was written for an older megatron-core."""
+    """Bridge's forward when training (per-token angles, packed rows too).  With an inference context Megatron's, since
+    Bridge's own inference branch was written for an older megatron-core; and megarl's where that context is a decode
+    step's (`megarl.rollout.decode`)."""
 
-    def forward(self, hidden_states, attention_mask, *args, inference_context=None, **kwargs):
+    def forward(self, hidden_states, attention_mask, *args, inference_context=None, rotary_pos_emb=None, **kwargs):
+        if isinstance(inference_context, DecodeContext):
+            return self.linear_proj(decode_attention(self, hidden_states, inference_context, rotary_pos_emb))
         kind = Qwen3VLSelfAttention if inference_context is None else SelfAttention
-        return kind.forward(self, hidden_states, attention_mask, *args, inference_context=inference_context, **kwargs)
-
-
-class PolicyLayer(TransformerLayer):
-    """Replays CUDA graphs in the engine and never in training, whose packed rows have no fixed shape."""
-
-    def _should_call_local_cudagraph(self, *args, **kwargs):
-        return kwargs.get("inference_context") is not None and super()._should_call_local_cudagraph(*args, **kwargs)
+        return kind.forward(
+            self,
+            hidden_states,
+            attention_mask,
+            *args,
+            inference_context=inference_context,
+            rotary_pos_emb=rotary_pos_emb,
+            **kwargs,
+        )
 
 
 def language_block_spec(config) -> TransformerBlockSubmodules:
@@ -58,7 +62,6 @@ def language_block_spec(config) -> TransformerBlockSubmodules:
             attention.q_layernorm = attention.k_layernorm = Norm
     if config.context_parallel_size > 1 and config.cp_comm_type != "p2p":  # a ring is transformer-engine's own
         attention.core_attention = ulysses(attention.core_attention)
-    layer.module = PolicyLayer
     layer.submodules.self_attention.module = DualSelfAttention
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=Norm)
 

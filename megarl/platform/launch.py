@@ -76,14 +76,11 @@ def command(body: Callable[[list[str]], None], arguments: list[str]) -> int:
 
 
 def _drop_cuda_graphs() -> None:
-    """NCCL does not let go of a communicator while a graph holds its collectives, as under tensor parallelism."""
-    if not kernels().gpu or "megatron.core.transformer.cuda_graphs" not in sys.modules:
-        return
-    from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
-
-    delete_cuda_graphs()
+    """NCCL does not let go of a communicator while a graph holds its collectives, as under tensor parallelism: engines
+    that nobody has any more, and their graphs, are let go first."""
     gc.collect()
-    torch.cuda.synchronize()
+    if kernels().gpu:
+        torch.cuda.synchronize()
 
 
 def connect(seconds: float = 60.0) -> dist.TCPStore:

@@ -6,6 +6,7 @@ from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper 
 from megatron.core.models.common.embeddings.rope_utils import _rotate_half, apply_rotary_pos_emb
 from torch import Tensor
 
+from megarl.models.decode_attention import DecodeContext
 from megarl.platform.kernels import kernels
 from megarl.rollout.features import FeatureCache
 from megarl.rollout.prompts import PromptTable
@@ -20,7 +21,7 @@ class MediaContext(DynamicInferenceContext):
     TOKEN_ROUNDER = DynamicInferenceContext.TOKEN_ROUNDER if kernels().gpu else 4
 
     prompts: PromptTable | None = None
-    """None while CUDA graphs are captured, and in a step for the sake of other ranks."""
+    """None in a step for the sake of other ranks."""
     routing: RoutingCache | None = None
     """None where nobody asks for the experts of a token."""
     _angles_of: Tensor | None = None
@@ -37,9 +38,51 @@ class MediaContext(DynamicInferenceContext):
         n = self.active_token_count
         return self.request_ids[self.token_to_request_idx[:n]].long(), self.token_to_position_in_request[:n].long()
 
+    def reserve(self, steps: int) -> int:
+        """Gives the live requests, all of which decode, the blocks of the KV cache for up to `steps` steps.
+
+        Returns:
+            For how many: no more than until the last of them is as long as asked for, and fewer where blocks are
+            scarce.  For one step the stock bookkeeping has made room already.
+        """
+        active, size = slice(self.paused_request_count, self.total_request_count), self.block_size_tokens
+        place, held = self.request_kv_length_offsets[active], self.request_kv_block_counts[active]
+        left = self.get_max_sequence_lengths() - place - 1
+        steps = min(steps, int(left.max()))
+        while steps > 1:
+            missing = ((place + left.clamp(max=steps) - 1) // size + 1 - held).clamp(min=0)
+            wanted = int(missing.sum())
+            if not wanted:
+                return steps
+            if wanted <= self.kv_block_allocator.get_active_avail():
+                blocks = self.kv_block_allocator.allocate_memory_blocks(wanted)
+                if blocks is not None:
+                    row = torch.repeat_interleave(torch.arange(len(missing)), missing)
+                    nth = torch.arange(wanted) - (missing.cumsum(0) - missing)[row]
+                    self.request_to_kv_block_ids[active][row, held[row] + nth] = blocks
+                    held += missing
+                    return steps
+            steps //= 2
+        return 1
+
+    def advance(self, taken: Tensor) -> None:
+        """All steps of a run but the last, which `update_requests` will count: each live request has taken `taken`
+        (int64 `[requests]`).  Blocks that were reserved for more of them are given back."""
+        active, size = slice(self.paused_request_count, self.total_request_count), self.block_size_tokens
+        place = self.request_kv_length_offsets[active]
+        place += (taken - 1).to(place.dtype)
+        self.request_last_kv_block_offset[active] = place % size
+        last = (place // size).long()
+        table, held = self.request_to_kv_block_ids[active], self.request_kv_block_counts[active]
+        self.request_last_kv_block_id[active] = table.gather(1, last[:, None])[:, 0]
+        spare = (torch.arange(table.shape[1]) > last[:, None]) & (table >= 0)
+        self.kv_block_allocator.release_memory_blocks(table[spare])
+        table[spare] = -1
+        held.copy_(last + 1)
+
     def _rotate(self, t: Tensor, freqs: Tensor, config, cp_group, mscale: float) -> Tensor:
         """`t` `[padded tokens, 1, heads, dim]` turned by `freqs` `[padded tokens, 1, 1, dim]`."""
-        if config.apply_rope_fusion or self.using_cuda_graph_this_step():
+        if config.apply_rope_fusion:
             return apply_rotary_pos_emb(t=t, freqs=freqs, config=config, cp_group=cp_group, mscale=mscale)
         if freqs is not self._angles_of:  # once a step: all layers share the angles
             self._angles_of = freqs
@@ -60,6 +103,10 @@ class MediaWrapper(GPTInferenceWrapper):
     def __init__(self, model, context: MediaContext, features: FeatureCache):
         super().__init__(model.language_model, context)
         self.merge, self.features = model.merge, features
+
+    def decode(self, tokens: Tensor, positions: Tensor, context: DecodeContext) -> Tensor:
+        """Logits `[1, n, vocabulary]` of a step that `megarl.rollout.decode` takes: no media is in it."""
+        return self.model(tokens, positions, None, inference_context=context, runtime_gather_output=True)
 
     def _forward(self, inference_input) -> Tensor:
         tokens, context = inference_input["tokens"], self.inference_context

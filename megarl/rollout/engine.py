@@ -2,7 +2,7 @@
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
@@ -23,6 +23,7 @@ from megarl.packing.rows import TokenSequence
 from megarl.parallel import experts
 from megarl.parallel.agreement import any_rank
 from megarl.rollout.context import MediaContext, MediaWrapper
+from megarl.rollout.decode import DecodeRun
 from megarl.rollout.features import FeatureCache
 from megarl.rollout.prompts import build_prompt_table, prefix_hashes
 from megarl.rollout.routing import RoutingCache
@@ -53,7 +54,7 @@ class EngineOptions:
     patches_per_pass: int = 65536
     """Patches that go through the vision tower at once."""
     cuda_graphs: bool = False
-    """Decode steps replay CUDA graphs; steps with prompts run eagerly."""
+    """Decode steps are CUDA graphs; steps with prompts run eagerly."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,8 +202,6 @@ class RolloutEngine:
                 enable_prefix_caching=options.enable_prefix_caching,
                 prefix_caching_eviction_policy=PrefixCachingEvictionPolicy.LRU,
                 enable_chunked_prefill=options.enable_chunked_prefill,
-                num_cuda_graphs=16 if options.cuda_graphs else None,
-                use_cuda_graphs_for_non_decode_steps=False,
                 sampling_backend="torch",
                 logging_step_interval=0,
                 pg_collection=self.groups,
@@ -219,7 +218,25 @@ class RolloutEngine:
                 self._sampler,
             )
             self._engine = SteppingEngine(controller, self._context)
+            controller.decode = self._decode_run(controller.inference_wrapped_model)
             self._engine.suspend()
+
+    def _decode_run(self, wrapper: MediaWrapper) -> DecodeRun:
+        tp, routing, record = self.groups.tp, self._context.routing, None
+        if routing is not None:
+
+            def record(blocks, places):
+                routing.record_decoded(blocks, places, tp)
+
+        return DecodeRun(
+            wrapper.decode,
+            self._context,
+            self.model.language_model,
+            graphs=self._options.cuda_graphs,
+            multiple=tp.size() if self.model.language_model.config.sequence_parallel else 1,
+            ranks=self.groups.ep,
+            record=record,
+        )
 
     def weights_changed(self) -> None:
         """The one hook that clears whatever was computed from the weights: the KV cache, of prefixes and of live
@@ -291,15 +308,14 @@ class RolloutEngine:
         """
         try:
             with self._evaluating(), self._awake():
-                steps = 0
+                steps, asked = 0, -_STEPS_BETWEEN_QUESTIONS
                 while (unfinished := self._anyone_unfinished()) and steps != max_steps:
-                    if interrupted and steps % _STEPS_BETWEEN_QUESTIONS == 0 and self._any_rank(interrupted()):
-                        break
-                    if self._engine.has_unfinished_requests():
-                        self._engine.step_modern()
-                    else:
-                        self._engine.idle_step()
-                    steps += 1
+                    if interrupted and steps - asked >= _STEPS_BETWEEN_QUESTIONS:
+                        if self._any_rank(interrupted()):
+                            break
+                        asked = steps
+                    step = self._engine.step if self._engine.has_unfinished_requests() else self._engine.idle_step
+                    steps += step(max_steps and max_steps - steps)
                 return not unfinished
         except BaseException:
             self.abandon()
@@ -339,32 +355,33 @@ class RolloutEngine:
         if prompts:
             self._context.prompts = build_prompt_table(prompts, prompt_of_request, self.model.merge_size)
         self._sampler.options = options
-        self._sampler.keys = group_keys(np.array(keys, dtype=np.uint64), group_size)
+        # Keys may have 64 bits, of which int64 calls the last one a sign.
+        self._sampler.keys = group_keys(torch.from_numpy(np.array(keys, dtype=np.uint64).view(np.int64)), group_size)
         if self._context.routing is not None:
             self._context.routing.begin()
         self._engine.controller.begin(options.stop_ids)
         self._engine.begin(len(prompts) * group_size, options.max_new_tokens)
-        for request, index in enumerate(prompt_of_request.tolist()):
-            if request % group_size == 0:
-                ids = prompts[index].ids.to(self._device)
-                hashes = self._hashes(prompts[index])
+        ids = [prompt.ids.to(self._device) for prompt in prompts]
+        hashes = [self._hashes(prompt) for prompt in prompts]
+        for request in _in_order(len(prompts), group_size, self._options.max_requests):
+            index = request // group_size
             self._engine._add_request(
                 DynamicInferenceRequest(
                     request_id=request,
-                    prompt_tokens=ids,
+                    prompt_tokens=ids[index],
                     sampling_params=SamplingParams(
                         num_tokens_to_generate=options.max_new_tokens,
                         termination_id=-1,
                         return_log_probs=True,
                         skip_prompt_log_probs=True,
                     ),
-                    precomputed_block_hashes=copy.copy(hashes),
+                    precomputed_block_hashes=copy.copy(hashes[index]),
                 )
             )
             if self._engine.failed_request_ids:
                 raise RuntimeError(
-                    f"the engine has no room for a prompt of {len(ids)} tokens and {options.max_new_tokens} new ones: "
-                    f"{self._options}"
+                    f"the engine has no room for a prompt of {len(ids[index])} tokens and {options.max_new_tokens} new "
+                    f"ones: {self._options}"
                 )
 
     def _hashes(self, prompt: EncodedPrompt) -> list[int]:
@@ -409,3 +426,13 @@ class RolloutEngine:
             self._engine.suspend()
             # Scratch made under torch.inference_mode cannot be written by a training forward.
             get_global_memory_buffer().buffer.clear()
+
+
+def _in_order(prompts: int, group_size: int, max_requests: int) -> Iterator[int]:
+    """Requests in the order in which they wait.  Of as many groups as decode together, first one rollout of each: what
+    is computed for it serves the others, which would have to wait for it, and with them all that stand behind them."""
+    together = max(1, max_requests // group_size)
+    for first in range(0, prompts, together):
+        window = range(first, min(first + together, prompts))
+        for member in range(group_size):
+            yield from (prompt * group_size + member for prompt in window)

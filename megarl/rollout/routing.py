@@ -3,6 +3,7 @@
 import torch
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
 
@@ -41,8 +42,17 @@ class RoutingCache:
             here = context.padded_active_token_count // tp_group.size()
             chosen = gather_from_sequence_parallel_region(chosen[:here], group=tp_group)
         n, view = context.active_token_count, context.gpu_view
-        blocks, places = view.token_to_block_idx[:n], view.token_to_local_position_within_kv_block[:n].long()
-        self._blocks[blocks, places] = chosen[:n].to(self._blocks.dtype)
+        self._write(view.token_to_block_idx[:n], view.token_to_local_position_within_kv_block[:n].long(), chosen[:n])
+
+    def record_decoded(self, blocks: Tensor, places: Tensor, tp_group: torch.distributed.ProcessGroup) -> None:
+        """Likewise after a step of `megarl.rollout.decode`: blocks of its tokens, and places there, int64 `[n]`."""
+        chosen = torch.stack(RouterReplay.get_recorded_data(), dim=1)
+        if self._sequence_parallel:
+            chosen = gather_from_sequence_parallel_region(chosen, group=tp_group)
+        self._write(blocks, places, chosen)
+
+    def _write(self, blocks: Tensor, places: Tensor, chosen: Tensor) -> None:
+        self._blocks[blocks, places] = chosen.to(self._blocks.dtype)
 
     def end(self, rows: Tensor, lengths: Tensor) -> None:
         """Keeps the routing of requests before the context releases their blocks.

@@ -2,13 +2,13 @@
 
 A draw is a function of the rollout's key, the token's place and the logits: no generator has a state.
 The same rollout is sampled the same way whatever else is in the batch, on every tensor-parallel rank, and
-after a resume.  `Sampler.sample_kernel` is where the engine's log-probabilities come from.
+after a resume.  `sample` is where the engine's log-probabilities come from.  Nothing here asks the host for a value,
+so that all of it can be part of a CUDA graph.
 """
 
 import hashlib
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from megatron.core.inference.sampling.base import Sampling
 from torch import Tensor
@@ -33,28 +33,40 @@ def named_key(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def group_keys(keys: np.ndarray, group_size: int) -> np.ndarray:
-    """uint64 `[prompts * group_size]`: one key per rollout from one per prompt (uint64 `[prompts]`)."""
-    place = np.tile(np.arange(group_size, dtype=np.uint64), len(keys))
-    return _mix(np.repeat(keys, group_size), place)
+def group_keys(keys: Tensor, group_size: int) -> Tensor:
+    """int64 `[prompts * group_size]`: one key per rollout from one per prompt (int64 `[prompts]`, of which all 64 bits
+    count)."""
+    place = torch.arange(group_size, device=keys.device).repeat(len(keys))
+    return _mix(keys.repeat_interleave(group_size), place)
 
 
-def uniform(keys: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """float64 `[n]` in [0, 1) from a key (uint64 `[n]`) and a token's place (integer `[n]`): upper 53 bits."""
-    return (_mix(keys, places) >> np.uint64(11)).astype(np.float64) / (1 << 53)
+def uniform(keys: Tensor, places: Tensor) -> Tensor:
+    """float64 `[n]` in [0, 1) from a key and a token's place (both int64 `[n]`): the upper 53 bits of their mix."""
+    return _shifted(_mix(keys, places), 11).double() / (1 << 53)
 
 
-def _mix(keys: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """uint64 `[n]`: SplitMix64's finaliser, twice, over both (Steele, Lea and Flood, "Fast splittable
-    pseudorandom number generators", 2014)."""
-    with np.errstate(over="ignore"):
-        z = keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + places.astype(np.uint64)
-        for _ in range(2):
-            z += np.uint64(0x9E3779B97F4A7C15)
-            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            z ^= z >> np.uint64(31)
+def _mix(keys: Tensor, places: Tensor) -> Tensor:
+    """int64 `[n]`: SplitMix64's finaliser, twice, over both (Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators", 2014).  Products and sums of int64 wrap around, as those of its unsigned ones."""
+    z = keys * _GOLDEN + places
+    for _ in range(2):
+        z = z + _GOLDEN
+        z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+        z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+        z = z ^ _shifted(z, 31)
     return z
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """To the right, with zeros from the left."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
 
 
 def filtered_log_probs(logits: Tensor, options: SamplingOptions) -> Tensor:
@@ -93,29 +105,44 @@ def draw(log_probs: Tensor, uniforms: Tensor | None) -> Tensor:
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
 
 
+def sample(logits: Tensor, uniforms: Tensor, options: SamplingOptions) -> tuple[Tensor, Tensor]:
+    """One token a row, and what it was drawn with.
+
+    Args:
+        logits: `[n, vocabulary]`, any float dtype.
+        uniforms: float64 `[n]`; not read where sampling is greedy.
+
+    Returns:
+        Tokens int64 `[n]`; their log-probabilities float32 `[n]`.
+    """
+    if logits.is_cuda and options.temperature and options.top_p == 1.0 and not options.top_k:
+        from megarl.platform.draw_kernel import draw_tempered  # Triton is there where a GPU is
+
+        return draw_tempered(logits, uniforms, options.temperature)
+    log_probs = filtered_log_probs(logits, options)
+    tokens = draw(log_probs, uniforms if options.temperature else None)
+    return tokens, log_probs.gather(1, tokens[:, None])[:, 0]
+
+
 class Sampler(Sampling):
-    """Megatron's sampling interface over the functions above; one set of options for all live requests."""
+    """Megatron's sampling interface over the functions above, for its own steps; one set of options for all live
+    requests."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.options: SamplingOptions | None = None
-        self.keys: np.ndarray | None = None
-        """uint64 `[requests]`, by request id."""
+        self.keys: Tensor | None = None
+        """int64 `[requests]`, by request id; on the CPU."""
         self.selected: Tensor | None = None
         """float32 `[n]`: log-probabilities of the tokens drawn last."""
 
     def sample_kernel(self, logits: Tensor, n: int, context, *, gather_indices=None, output=None, **_) -> Tensor:
         """Draws one token for each of the `n` active requests from logits `[>= n, vocabulary]`."""
         logits = logits[:n] if gather_indices is None else logits[gather_indices[:n]]
-        log_probs = filtered_log_probs(logits, self.options)
-        uniforms = None
-        if self.options.temperature:
-            active = slice(context.paused_request_count, context.total_request_count)
-            keys = self.keys[context.request_ids[active].numpy()]
-            uniforms = torch.from_numpy(uniform(keys, context.get_active_sequence_lengths().numpy()))
-            uniforms = uniforms.to(self.device)
-        tokens = draw(log_probs, uniforms)
-        self.selected = log_probs.gather(1, tokens[:, None])[:, 0]
+        active = slice(context.paused_request_count, context.total_request_count)
+        keys = self.keys[context.request_ids[active].long()]
+        uniforms = uniform(keys, context.get_active_sequence_lengths().long()).to(self.device)
+        tokens, self.selected = sample(logits, uniforms, self.options)
         return tokens if output is None else output.copy_(tokens)
 
     def log_probs_kernel(self, logits: Tensor, context, *, token_to_request_index=None) -> Tensor:

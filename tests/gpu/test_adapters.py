@@ -27,7 +27,7 @@ def test_adapters(checkpoint, tmp_path, merge):
     from megarl.training.trainer import OptimizerOptions, Trainer
 
     lora = LoraOptions(4, 8.0, MODULES, merge=merge)
-    policy = load_policy(checkpoint, ModelOptions(torch.bfloat16, cuda_graphs=True, lora=lora))
+    policy = load_policy(checkpoint, ModelOptions(torch.bfloat16, lora=lora))
     model = policy.model
     base = {name: p.clone() for name, p in model.named_parameters() if ".to_wrap." in name}
     assert len(base) >= 3 * 4

@@ -20,7 +20,7 @@ def policy(checkpoint):
     """A model of its own for each test: captured graphs belong to one engine."""
     from megarl.models.build import ModelOptions, load_policy
 
-    return checkpoint, load_policy(checkpoint, ModelOptions(torch.bfloat16, cuda_graphs=True))
+    return checkpoint, load_policy(checkpoint, ModelOptions(torch.bfloat16))
 
 
 def _transformers(folder, sequences, dtype, weights_dtype=torch.bfloat16):

@@ -23,7 +23,7 @@ def _engine(checkpoint, format, graphs):
 
     policy = load_policy(checkpoint, ModelOptions(torch.bfloat16))
     groups = resharded_groups(1, 1, 1)
-    copy = empty_copy(policy, checkpoint, ModelOptions(torch.bfloat16, cuda_graphs=graphs), groups.model)
+    copy = empty_copy(policy, checkpoint, ModelOptions(torch.bfloat16), groups.model)
     quantization = Quantization(copy, format)
     sizes = EngineOptions(32, 2048, 512, kv_cache_gb=0.5, block_size_tokens=64, cuda_graphs=graphs)
     engine = RolloutEngine(copy, sizes, groups.peers)

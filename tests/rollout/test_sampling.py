@@ -30,21 +30,21 @@ def test_uniform_against_splitmix64():
             z ^= z >> 31
         return (z >> 11) / 2**53
 
-    keys, places = np.array([0, 1, 2**63 - 1, 2**64 - 1], dtype=np.uint64), np.array([0, 5, 77, 2**31])
-    found = sampling.uniform(keys, places)
-    assert found.dtype == np.float64
-    assert found.tolist() == [by_hand(int(k), int(p)) for k, p in zip(keys, places, strict=True)]
+    keys, places = [0, 1, 2**63 - 1, 2**64 - 1], [0, 5, 77, 2**31]
+    found = sampling.uniform(torch.from_numpy(np.array(keys, dtype=np.uint64).view(np.int64)), torch.tensor(places))
+    assert found.dtype == torch.float64
+    assert found.tolist() == [by_hand(*pair) for pair in zip(keys, places, strict=True)]
 
 
 @pytest.mark.parametrize("which", ["keys", "places", "groups", "high bits"])
 def test_uniform_is_uniform(which):
     """Over keys, over places, over the rollouts of groups and over keys that differ in their upper half: flat,
     and neighbours are independent.  Another interval is told apart."""
-    n = np.arange(20000, dtype=np.uint64)
-    groups = sampling.group_keys(np.arange(1250, dtype=np.uint64), 16)
+    n = torch.arange(20000)
+    groups = sampling.group_keys(torch.arange(1250), 16)
     keys = {"keys": n, "places": n * 0 + 9, "groups": groups, "high bits": n << 44}[which]
     places = n if which == "places" else n * 0 + 31
-    u = sampling.uniform(keys, places)
+    u = sampling.uniform(keys, places).numpy()
     assert u.min() >= 0 and u.max() < 1
     assert stats.kstest(u, "uniform").pvalue > 1e-3
     assert stats.kstest(u * 0.97, "uniform").pvalue < 1e-3

@@ -39,10 +39,6 @@ class Qwen3VL(PolicyModel, Qwen3VLModel):
         # row for a whole unpacked sequence and slice it by context-parallel rank.
         self.language_model.rotary_pos_emb.is_thd_format = True
 
-    def _expose_language_model_for_cuda_graph_helper(self) -> None:
-        """Nothing, where Bridge makes the decoder a second child for graphs of another kind than the engine's: each of
-        its weights would have two names, and a checkpoint with graphs would fit no model without."""
-
     @property
     def merge_size(self) -> int:
         return self.vision_transformer_config.spatial_merge_size

@@ -98,17 +98,12 @@ def _inference_without_autograd() -> None:
     )
 
 
-def _graph_argument_types() -> None:
-    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
-    from megatron.core.transformer import cuda_graphs
+def _swiglu_kernels() -> None:
+    from megatron.core.fusions import fused_bias_swiglu
 
-    stock = cuda_graphs._check_supported_type
+    from megarl.platform import swiglu_kernels
 
-    def check(meta):
-        if not (isinstance(meta.type, type) and issubclass(meta.type, DynamicInferenceContext)):
-            stock(meta)
-
-    cuda_graphs._check_supported_type = check
+    fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back = swiglu_kernels.swiglu, swiglu_kernels.swiglu_back
 
 
 def _resharding_waits_for_its_sources() -> None:
@@ -227,13 +222,13 @@ PATCHES = [
         _inference_without_autograd,
     ),
     Patch(
-        "graph-argument-types",
-        "CUDA graphs accept DynamicInferenceContext itself but no subclass of it",
+        "swiglu-kernels",
+        "the fused SwiGLU is compiled by torch again for new numbers of tokens: seconds for each size of a decode step",
         CORE,
-        "megatron/core/transformer/cuda_graphs.py",
-        "assert meta.type in _SUPPORTED_TYPES or is_dataclass(",
+        "megatron/core/fusions/fused_bias_swiglu.py",
+        "return F.silu(y_1) * y_2",
         lambda kernels: kernels.gpu,
-        _graph_argument_types,
+        _swiglu_kernels,
     ),
     Patch(
         "resharding-waits-for-its-sources",
