@@ -10,6 +10,7 @@ import megarl.platform.prepare  # noqa: F401
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.bridge import AutoBridge
 from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors import SafetensorError
@@ -154,7 +155,7 @@ def _megatron_config(bridge: AutoBridge, options: ModelOptions):
         fp16=False,
         perform_initialization=False,
         calculate_per_token_loss=True,
-        # Needs NVIDIA's apex, or gradients that never exist as tensors of their own.
+        # Needs NVIDIA's apex; the trainer switches it on in the layers that do not.
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         cross_entropy_loss_fusion=False,
@@ -169,6 +170,8 @@ def _megatron_config(bridge: AutoBridge, options: ModelOptions):
             bias_dropout_fusion=False,
             masked_softmax_fusion=False,
         )
+    elif config.activation_func is F.silu and config.gated_linear_unit:
+        settings.update(bias_activation_fusion=True)
     if config.num_moe_experts:
         settings.update(_mixture_settings(options))
     for name, value in settings.items():

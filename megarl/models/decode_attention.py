@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import megarl.platform.prepare  # noqa: F401
 
 import torch
-from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from torch import Tensor
 
 from megarl.platform.attention import paged_decode
@@ -59,13 +58,13 @@ class DecodeContext:
         return self._memory[0, layer], self._memory[1, layer]
 
 
-def decode_attention(attention, hidden_states: Tensor, step: DecodeContext, angles: Tensor) -> Tensor:
+def decode(attention, hidden_states: Tensor, step: DecodeContext, angles: Tensor) -> Tensor:
     """Queries, keys and values of a step's tokens; keys and values go into the cache, which the queries attend to.
 
     Args:
-        attention: Megatron's SelfAttention.
+        attention: `megarl.models.decoder.DualSelfAttention`.
         hidden_states: `[n, 1, hidden]`, cut under sequence parallelism.
-        angles: `[n, 1, 1, rotated]`.
+        angles: `[n, 1, 1, dim]`.
 
     Returns:
         `[n, 1, heads of this rank * dim]`.
@@ -76,13 +75,11 @@ def decode_attention(attention, hidden_states: Tensor, step: DecodeContext, angl
     if kernels().gpu and config.num_query_groups >= attention.world_size:
         from megarl.platform.decode_kernels import append_rotated, attend_pages
 
-        qkv, _ = attention.linear_qkv(hidden_states)
-        groups = attention.num_query_groups_per_partition
-        norms = attention.q_layernorm, attention.k_layernorm
+        mixed, _ = attention.linear_qkv(hidden_states)
         query = append_rotated(
-            qkv.view(len(qkv), groups, -1),
+            mixed.view(len(mixed), attention.head_layout.groups, -1),
             angles[:, 0, 0],
-            *(None if norm is None else norm.weight for norm in norms),
+            *attention.head_norms,
             config.layernorm_epsilon,
             keys,
             values,
@@ -91,14 +88,10 @@ def decode_attention(attention, hidden_states: Tensor, step: DecodeContext, angl
         )
         out = attend_pages(query, keys, values, step.lengths, step.table, scale)
         return out.view(len(out), 1, -1)
-    query, key, value = attention.get_query_key_value_tensors(hidden_states)
-    query, key = (
-        _apply_rotary_pos_emb_bshd(x, angles, rotary_interleaved=config.rotary_interleaved) for x in (query, key)
-    )
-    keys[step.blocks, step.offsets] = key[:, 0]
-    values[step.blocks, step.offsets] = value[:, 0]
+    query, key, value = attention.query_key_value(hidden_states, angles)
+    keys[step.blocks, step.offsets], values[step.blocks, step.offsets] = key, value
     out = paged_decode(
-        query,
+        query[:, None],
         keys,
         values,
         cache_seqlens=step.lengths,

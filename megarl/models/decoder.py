@@ -3,40 +3,85 @@
 import megarl.platform.prepare  # noqa: F401
 
 import torch
-from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention import Qwen3VLSelfAttention
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from megarl.models.decode_attention import DecodeContext, decode_attention
+from megarl.models.decode_attention import DecodeContext, decode
+from megarl.models.query_key_value import HeadLayout, query_key_value, rotated
 from megarl.parallel.ulysses import ulysses
 from megarl.platform.kernels import kernels
 
 
-class DualSelfAttention(Qwen3VLSelfAttention):
-    """Bridge's forward when training (per-token angles, packed rows too).  With an inference context Megatron's, since
-    Bridge's own inference branch was written for an older megatron-core; and megarl's where that context is a decode
-    step's (`megarl.rollout.decode`)."""
+class DualSelfAttention(SelfAttention):
+    """Of a language model or of a vision tower: over packed rows, with an angle for each token; and with an inference
+    context over the pages of its KV cache."""
 
-    def forward(self, hidden_states, attention_mask, *args, inference_context=None, rotary_pos_emb=None, **kwargs):
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask=None,
+        *,
+        rotary_pos_emb: Tensor,
+        packed_seq_params: PackedSeqParams | None = None,
+        inference_context=None,
+        **_,
+    ):
         if isinstance(inference_context, DecodeContext):
-            return self.linear_proj(decode_attention(self, hidden_states, inference_context, rotary_pos_emb))
-        kind = Qwen3VLSelfAttention if inference_context is None else SelfAttention
-        return kind.forward(
-            self,
-            hidden_states,
-            attention_mask,
-            *args,
-            inference_context=inference_context,
-            rotary_pos_emb=rotary_pos_emb,
-            **kwargs,
+            return self.linear_proj(decode(self, hidden_states, inference_context, rotary_pos_emb))
+        query, key, value = self.query_key_value(hidden_states, rotary_pos_emb)
+        if inference_context is None:
+            out = self.core_attention(
+                query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params
+            )
+        else:
+            out = self._over_pages(query, key, value, inference_context)
+        return self.linear_proj(out.reshape(len(query), 1, -1))
+
+    def query_key_value(self, hidden_states: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden_states `[tokens, 1, hidden]` (cut under sequence parallelism) and angles `[tokens, 1, 1, dim]` to
+        `[tokens, heads, dim]`: what this rank attends with."""
+        if self.config.num_query_groups < self.world_size:  # a rank has a part of a group
+            query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
+            return rotated(query, angles), rotated(key, angles), value
+        mixed, _ = self.linear_qkv(hidden_states)
+        return query_key_value(mixed, angles, self.head_layout, *self.head_norms, eps=self.config.layernorm_epsilon)
+
+    @property
+    def head_layout(self) -> HeadLayout:
+        groups = self.num_query_groups_per_partition
+        return HeadLayout(groups, self.num_attention_heads_per_partition // groups, self.hidden_size_per_attention_head)
+
+    @property
+    def head_norms(self) -> tuple[Tensor | None, Tensor | None]:
+        """Weights of the norms over queries and keys."""
+        return tuple(getattr(norm, "weight", None) for norm in (self.q_layernorm, self.k_layernorm))
+
+    def _over_pages(self, query: Tensor, key: Tensor, value: Tensor, context) -> Tensor:
+        """As Megatron's own forward in a step with prompts."""
+        context.append_key_value_cache(self.layer_number, key[:, None], value[:, None])
+        keys, values, table = context.key_value_cache(self.layer_number)
+        bounds, longest = context.cu_query_lengths()
+        kv_bounds, kv_lengths, kv_longest = context.cu_kv_lengths()
+        return self.flash_decode_and_prefill(
+            query[:, None],
+            keys,
+            values,
+            longest,
+            kv_longest,
+            bounds,
+            kv_bounds,
+            kv_lengths,
+            table,
+            context.is_decode_only(),
         )
 
 
@@ -101,7 +146,6 @@ def language_model(config, groups: ProcessGroupCollection, sections: list[int] |
         groups: of its layout.
         sections: see `TokenAngles`.
     """
-    config.apply_rotary_pos_emb_in_fp32 = False  # read by Bridge's attention, which was written for its own config
     model = GPTModel(
         config,
         language_block_spec(config),

@@ -99,9 +99,6 @@ def _turned(
         scale = tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)
         x = x * scale * tl.load(weight + place, mask=dim_mask, other=0.0).to(tl.float32)
         y = y * scale * tl.load(weight + partner, mask=turns, other=0.0).to(tl.float32)
-        # As a norm of its own would hand them on.
-        x = x.to(source.dtype.element_ty).to(tl.float32)
-        y = y.to(source.dtype.element_ty).to(tl.float32)
     return tl.where(turns, x * tl.cos(angle) + sign * y * tl.sin(angle), x)
 
 

@@ -3,7 +3,6 @@
 import torch
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron.core.models.common.embeddings.rope_utils import _rotate_half, apply_rotary_pos_emb
 from torch import Tensor
 
 from megarl.models.decode_attention import DecodeContext
@@ -14,8 +13,7 @@ from megarl.rollout.routing import RoutingCache
 
 
 class MediaContext(DynamicInferenceContext):
-    """Knows the live prompts, and takes one rotary angle per token of the step where Megatron's context
-    takes a table of angles by position."""
+    """Knows the live prompts, and makes room for many steps at once."""
 
     # A step's tokens are padded to this; 64 suits a GPU's kernels and costs a CPU up to 63 rows of work.
     TOKEN_ROUNDER = DynamicInferenceContext.TOKEN_ROUNDER if kernels().gpu else 4
@@ -24,7 +22,6 @@ class MediaContext(DynamicInferenceContext):
     """None in a step for the sake of other ranks."""
     routing: RoutingCache | None = None
     """None where nobody asks for the experts of a token."""
-    _angles_of: Tensor | None = None
 
     # Megatron would ask its globals, which know the trainer's tensor-parallel size.
     def round_up_tokens(self, value, tp_size=None):
@@ -79,21 +76,6 @@ class MediaContext(DynamicInferenceContext):
         self.kv_block_allocator.release_memory_blocks(table[spare])
         table[spare] = -1
         held.copy_(last + 1)
-
-    def _rotate(self, t: Tensor, freqs: Tensor, config, cp_group, mscale: float) -> Tensor:
-        """`t` `[padded tokens, 1, heads, dim]` turned by `freqs` `[padded tokens, 1, 1, dim]`."""
-        if config.apply_rope_fusion:
-            return apply_rotary_pos_emb(t=t, freqs=freqs, config=config, cp_group=cp_group, mscale=mscale)
-        if freqs is not self._angles_of:  # once a step: all layers share the angles
-            self._angles_of = freqs
-            self._cos, self._sin = ((f(freqs) * mscale).to(t.dtype) for f in (torch.cos, torch.sin))
-        return t * self._cos + _rotate_half(t, config.rotary_interleaved) * self._sin
-
-    def apply_rotary_emb_query(self, query, query_emb, config, cu_seqlens_q, cp_group, mscale=1.0):
-        return self._rotate(query, query_emb, config, cp_group, mscale)
-
-    def apply_rotary_emb_key(self, key, key_emb, config, cp_group, mscale=1.0):
-        return self._rotate(key, key_emb, config, cp_group, mscale)
 
 
 class MediaWrapper(GPTInferenceWrapper):

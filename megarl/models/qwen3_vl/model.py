@@ -16,9 +16,11 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.enums import ModelType
 from torch import Tensor
 
-from megarl.models.decoder import language_block_spec
+from megarl.models.decoder import DualSelfAttention, language_block_spec
 from megarl.models.policy_model import MergedInput, PolicyModel
+from megarl.models.qwen3_vl.tower import Tower
 from megarl.parallel import context
+from megarl.platform.to_device import to_device
 
 
 class Qwen3VL(PolicyModel, Qwen3VLModel):
@@ -38,6 +40,10 @@ class Qwen3VL(PolicyModel, Qwen3VLModel):
         # The angles belong to the tokens of the row as it is.  With False, Bridge's rotary module would take the
         # row for a whole unpacked sequence and slice it by context-parallel rank.
         self.language_model.rotary_pos_emb.is_thd_format = True
+        # Bridge names the classes of its tower itself.
+        self.vision_model.__class__ = Tower
+        for layer in self.vision_model.decoder.layers:
+            layer.self_attention.__class__ = DualSelfAttention
 
     @property
     def merge_size(self) -> int:
@@ -60,7 +66,7 @@ class Qwen3VL(PolicyModel, Qwen3VLModel):
         """`[1 + deepstack layers, media tokens, hidden]`, see `PolicyModel.encode`."""
         device = self.vision_model.pos_embed.weight.device
         features, deepstack = self.vision_model(
-            hidden_states=pixels.to(device, self.config.params_dtype), grid_thw=grids.to(device)
+            hidden_states=to_device(pixels, device).to(self.config.params_dtype), grid_thw=grids.cpu()
         )
         return torch.stack([features, *deepstack])
 
