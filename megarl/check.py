@@ -229,7 +229,7 @@ def estimate_memory(
         activations = language.layers * inputs + layer
     else:
         activations = language.layers * layer
-    activations += 2 * 4 * training.log_prob_chunk * vocabulary  # float32 logits and their gradient
+    activations += min(training.log_prob_chunk or row, row) * vocabulary * item  # their gradient is written over them
     if vision is not None and "vision" not in recipe.model.freeze:
         patches = row * config.vision_config.spatial_merge_size**2
         sharing = tensor_parallel if split_tower else 1

@@ -556,8 +556,9 @@ class TrainingSection(Section):
     """Tokens of a packed row, which is one microbatch."""
     recompute: Literal["none", "full"] = "none"
     """Keep a layer's activations, or only its input and compute them again in the backward pass."""
-    log_prob_chunk: PositiveInt = 1024
-    """Tokens whose logits exist at a time."""
+    log_prob_chunk: PositiveInt | None = None
+    """Tokens whose logits exist at a time; those of a row with more are made again in the backward pass. null: all of a
+    row's."""
 
 
 class OptimizerSection(Section):

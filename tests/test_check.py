@@ -421,7 +421,8 @@ def test_layer_activations_are_those_of_the_paper(tensor_parallel, sequence_para
 COUNT = ParameterCount(vision=1_000_000, projector=500_000, language=2_500_000)
 # Elements that a token leaves in a layer of the language model (4 h + 2 q + 2 kv + 3 ffn) and of the tower.
 LANGUAGE, VISION = 4 * 64 + 2 * 64 + 2 * 64 + 3 * 256, 4 * 64 + 2 * 64 + 2 * 64 + 2 * 256
-LOGITS = 2 * 4 * 1024 * 128
+LOGITS = 4096 * 128 * 2
+"""Of all tokens of a row, in bfloat16."""
 
 
 def test_memory_in_bfloat16(config):
@@ -442,7 +443,7 @@ def test_memory_in_float32_has_no_masters_and_no_snapshot_without_kl(config):
     assert (memory.weights, memory.gradients) == (16_000_000, 16_000_000)
     assert memory.optimizer_state == 8_000_000  # two moments of 4 bytes, over four data-parallel ranks
     assert memory.reference_snapshot == 0
-    assert memory.activations_training == 2 * LANGUAGE * 4096 * 4 + VISION * 4 * 4096 * 4 + LOGITS
+    assert memory.activations_training == 2 * LANGUAGE * 4096 * 4 + VISION * 4 * 4096 * 4 + 2 * LOGITS
 
 
 def test_memory_under_tensor_and_sequence_parallelism(config):
@@ -518,6 +519,13 @@ def test_memory_with_full_recompute(config):
     memory = estimate_memory(digits("training.recompute=full"), config, COUNT, "bfloat16", world_size=1)
     language = 2 * 64 * 4096 * 2 + LANGUAGE * 4096 * 2
     assert memory.activations_training == language + VISION * 4 * 4096 * 2 + LOGITS
+
+
+@pytest.mark.parametrize("chunk, places", [(1024, 1024), (5000, 4096)])
+def test_memory_of_logits(config, chunk, places):
+    recipes = digits(), digits(f"training.log_prob_chunk={chunk}")
+    whole, bounded = (estimate_memory(r, config, COUNT, "bfloat16", world_size=1) for r in recipes)
+    assert whole.activations_training - bounded.activations_training == LOGITS - places * 128 * 2
 
 
 def test_memory_with_a_frozen_tower(config):

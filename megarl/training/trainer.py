@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -19,9 +21,9 @@ from torch import Tensor
 from megarl.models.router_replay import RowReplay
 from megarl.packing.alignment import Alignment
 from megarl.packing.rows import PackedRow, idle_row
-from megarl.parallel import context as cp
 from megarl.parallel import experts
-from megarl.training.log_probs import LogProbRequest, predictors_by_rank, token_log_probs
+from megarl.platform.to_device import to_device
+from megarl.training.log_probs import LogProbRequest, token_log_probs
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,13 @@ class Trainer:
     Args:
         model: the policy; its parameters become views into DDP's buffers, in place.
         temperature: of the rollouts; log-probabilities are of the tempered distribution.
-        log_prob_chunk: completion tokens whose logits exist at a time.
+        log_prob_chunk: completion tokens whose logits exist at a time; None: all of a row's.
         changed: called after each update, for what is computed from the weights.
     """
 
-    def __init__(self, model, temperature: float, log_prob_chunk: int, changed: Callable[[], None] = lambda: None):
+    def __init__(
+        self, model, temperature: float, log_prob_chunk: int | None, changed: Callable[[], None] = lambda: None
+    ):
         self.model, self.changed = model, changed
         self._config = model.config
         self._device = next(model.parameters()).device
@@ -70,7 +74,11 @@ class Trainer:
             ),
             model,
         )
-        self._config.finalize_model_grads_func = finalize_model_grads
+        # The loss is divided before it is differentiated, see `_run`: Megatron would go over all gradients for that.
+        self._config.finalize_model_grads_func = lambda model, tokens, **kwargs: finalize_model_grads(
+            model, None, **kwargs
+        )
+        _accumulate_in_products(model)
         self._forward_backward = get_forward_backward_func()
 
     @property
@@ -124,9 +132,10 @@ class Trainer:
         self._ddp.eval()
         self._replay.begin_comparing()
         try:
-            return self._run(rows, lambda row, output: output[0].cpu(), forward_only=True)
+            scores = self._run(rows, lambda row, output: output[0], forward_only=True)
         finally:
             self._ddp.train(training)
+        return [score.cpu() for score in scores]
 
     def rerouted(self) -> float | None:
         """Of the last `score`, over all ranks: see `megarl.models.router_replay.RowReplay.rerouted`.  Collective."""
@@ -160,24 +169,34 @@ class Trainer:
             return total, sums
 
         sums = self._run(rows, kept, forward_only=False, twin=twin)
-        applied, grad_norm = False, float("nan")
-        if self._are_finite(losses):
-            applied, grad_norm, _ = self.optimizer.step()
-            self.changed()
+        applied, grad_norm = self._step(losses)
         rate = next(g["lr"] for g in self.optimizer.param_groups if g["params"])
         self.scheduler.step(1)
-        return UpdateResult(float(grad_norm), rate, bool(applied)), torch.stack(sums).sum(0)
+        return UpdateResult(grad_norm, rate, applied), torch.stack(sums).sum(0)
 
-    def _are_finite(self, losses: list[Tensor]) -> bool:
-        """Losses and all gradients, over all ranks.  Megatron looks for this in fp16 only, and
-        one NaN is in every weight after the step."""
-        extremes = [
-            torch.stack(b.grad_data.aminmax()) for b in [*self._ddp.buffers, *self._ddp.expert_parallel_buffers]
-        ]
-        extremes.append(torch.stack(losses).to(extremes[0]))
-        finite = torch.cat(extremes).isfinite().all().float()
+    @torch.no_grad()
+    def _step(self, losses: list[Tensor]) -> tuple[bool, float]:
+        """Applies the clipped gradients, unless these or a loss of any rank are not finite: Megatron looks for this in
+        fp16 only, and one NaN is in every weight after the step.
+
+        Returns:
+            (whether it did, norm of all gradients before they were clipped, NaN if it did not.)
+        """
+        self.optimizer.prepare_grads()
+        norm = torch.as_tensor(self.optimizer.get_grad_norm(), device=self._device).view(1)
+        finite = torch.cat([norm, torch.stack(losses).to(norm)]).isfinite().all()[None].float()
         torch.distributed.all_reduce(finite, torch.distributed.ReduceOp.MIN)
-        return bool(finite)
+        grad_norm, finite = torch.cat([norm, finite]).tolist()
+        if not finite:
+            return False, float("nan")
+        for optimizer in self.optimizer.chained_optimizers:
+            limit, parameters = optimizer.config.clip_grad, optimizer.get_parameters()
+            if limit > 0 and parameters:
+                # Given a number, it leaves alone gradients that are short enough; a tensor it would multiply with.
+                clip_grad_by_total_norm_fp32(parameters, limit, grad_norm)
+        self.optimizer.step_with_ready_grads()
+        self.changed()
+        return True, grad_norm
 
     def gradients(self, rows: Sequence[PackedRow], loss) -> dict[str, Tensor]:
         """Of the loss per token, by parameter, without an update: float32, summed over all ranks, of this rank's
@@ -195,7 +214,7 @@ class Trainer:
 
     def _run(self, rows: Sequence[PackedRow], result, forward_only: bool, twin=None) -> list:
         """What `result` makes of each row.  Ranks that share experts run equally many microbatches: who has fewer
-        rows adds idle ones, which weigh nothing."""
+        rows adds idle ones, which weigh nothing.  Gradients are of the loss per token of all ranks."""
         idle = [idle_row(self.alignment.multiple)] * (experts.most(len(rows), self.model.pg_collection.ep) - len(rows))
 
         def forward_step(iterator, model):
@@ -204,16 +223,16 @@ class Trainer:
             output = torch.cat([self._forward(one) for one in ([row, twin(row)] if twin else [row])])
             return output, lambda output, non_loss_data=False: finish(row, output, non_loss_data)
 
+        tokens = 0 if forward_only else _all_targets(rows, self._device)
+
         def finish(row, output, non_loss_data):
+            nothing = torch.tensor(0, dtype=torch.int)  # Megatron's count of tokens, which nobody reads
             if not row.members:
-                nothing = torch.tensor(0, dtype=torch.int, device=self._device)
                 return output if non_loss_data else (0 * output.sum(), nothing, nothing)
             if non_loss_data:
                 return result(row, output)
             loss, sums = result(row, output)
-            # Megatron adds up the tokens of all ranks: each context-parallel rank counts its own.
-            _, counts = predictors_by_rank(row.predictors, row.ids.numel())
-            return loss, torch.tensor(counts[cp.group().rank()], dtype=torch.int, device=self._device), sums
+            return loss / tokens, nothing, sums
 
         try:
             results = self._forward_backward(
@@ -233,31 +252,49 @@ class Trainer:
     def _forward(self, row: PackedRow) -> Tensor:
         """float32 `[2, completion tokens]`: log-probabilities and entropies."""
         routing = row.routing_indices
-        self._replay.begin(None if routing is None else routing.to(self._device))
+        self._replay.begin(None if routing is None else to_device(routing, self._device))
         return self._ddp(
             **row_arguments(row, self._device),
             output_processor=token_log_probs,
-            output_processor_context=LogProbRequest(
-                row.predictors.to(self._device), row.targets.to(self._device), self._temperature, self._chunk
-            ),
+            output_processor_context=LogProbRequest(row.predictors, row.targets, self._temperature, self._chunk),
         )
+
+
+def _all_targets(rows: Sequence[PackedRow], device: torch.device) -> Tensor:
+    """float32 `[]`, at least 1: of the rows of all ranks; context-parallel ranks have the same.  Collective."""
+    count = torch.tensor(sum(row.targets.numel() for row in rows if row.members), dtype=torch.float32)
+    count = to_device(count, device)
+    torch.distributed.all_reduce(count, group=parallel_state.get_data_parallel_group())
+    return count.clamp(min=1)
+
+
+def _accumulate_in_products(model: torch.nn.Module) -> None:
+    """Transformer-engine's layers add the gradient of a weight where DDP keeps it, in float32, as they multiply; else
+    it is rounded, written, read and added.  Megatron's own switch asks for NVIDIA's apex, which its output layer needs,
+    whose gradient is `megarl.training.log_probs`' to add."""
+    for module in model.modules():
+        # A weight that is rounded as it computes is not the one whose gradient is kept.
+        if hasattr(module, "fuse_wgrad_accumulation") and not hasattr(module, "weight_quantizer"):
+            module.fuse_wgrad_accumulation = True
+            # Else the very first pass through it counts as the first of a step, and writes where it should add.
+            module.disable_parameter_transpose_cache = True
 
 
 def row_arguments(row: PackedRow, device: torch.device) -> dict[str, Any]:
     """What `megarl.models.policy_model.PolicyModel.forward` takes of a row, on `device`."""
-    bounds = torch.tensor(row.bounds, dtype=torch.int32, device=device)
+    bounds = to_device(torch.tensor(row.bounds, dtype=torch.int32), device)
     longest = max(b - a for a, b in zip(row.bounds, row.bounds[1:], strict=False))
     pixels = grids = None
     if row.items:
         pixels = torch.cat([i.pixels for i in row.items])  # on the CPU: a rank may need a part of them only
         grids = torch.tensor([i.grid for i in row.items])
     return {
-        "ids": row.ids.to(device),
-        "positions": row.positions.to(device),
+        "ids": to_device(row.ids, device),
+        "positions": to_device(row.positions, device),
         "packed_seq_params": PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
         ),
-        "feature_rows": row.feature_rows.to(device),
+        "feature_rows": to_device(row.feature_rows, device),
         "pixels": pixels,
         "grids": grids,
     }

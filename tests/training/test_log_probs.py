@@ -1,5 +1,8 @@
 """Log-probabilities and entropies from hidden states, against a dense log-softmax."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -70,7 +73,7 @@ def test_vocabulary_parallel_equals_dense(ranks, layout, temperature):
     torch.testing.assert_close(weight_grad.double(), weight.grad, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, PLACES - 1, PLACES])
+@pytest.mark.parametrize("chunk", [1, 5, PLACES - 1, PLACES, None])
 def test_chunks_do_not_matter(ranks, chunk):
     ((value, hidden_grad, weight_grad),) = ranks.run(_from_hidden_states, 0.7, chunk, False)
     ((whole, whole_hidden, whole_weight),) = ranks.run(_from_hidden_states, 0.7, 1000, False)
@@ -94,9 +97,10 @@ def test_large_logits():
     torch.testing.assert_close(out, torch.zeros(2, PLACES))
 
 
+@pytest.mark.parametrize("chunk", [None, 2])
 @pytest.mark.ranks(1)
-def test_chunk_gradient_in_double():
-    """`gradcheck` of the formula itself."""
+def test_gradient_in_double(chunk):
+    """`gradcheck` of the formula itself; logits that were kept are overwritten in the first of its backward passes."""
     monkeypatch = pytest.MonkeyPatch()
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "float", lambda self: self)  # stay in double
@@ -105,6 +109,54 @@ def test_chunk_gradient_in_double():
         group = parallel_state.get_tensor_model_parallel_group()
 
         def function(h, w):
-            return log_probs._chunk(h, w, targets[:5], 0, 0.8, group)
+            return log_probs._LogProbs.apply(h, w, targets[:5], 0.8, chunk, group)
 
         assert torch.autograd.gradcheck(function, (hidden, weight.clone().requires_grad_()))
+
+
+@pytest.mark.ranks(1)
+def test_gradient_of_the_weight_is_added_where_megatron_keeps_it():
+    """As for a weight under Megatron's DDP: onto what is there, and nothing is left for autograd."""
+    hidden, weight, targets, predictors = _inputs(torch.float32)
+    group = parallel_state.get_tensor_model_parallel_group()
+    plain, kept = (weight.clone().requires_grad_() for _ in range(2))
+    kept.main_grad = torch.ones_like(weight)
+    for one in (plain, kept):
+        log_probs._LogProbs.apply(hidden[predictors, 0], one, targets, 1.0, 7, group)[0].sum().backward()
+    assert kept.grad is None
+    torch.testing.assert_close(kept.main_grad, 1 + plain.grad)
+
+
+def test_triton_passes_equal_torch():
+    """The kernels' own code, interpreted: float32 and bfloat16, a vocabulary of several blocks, targets elsewhere."""
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["torch.float32", "torch.bfloat16"]
+
+
+_INTERPRETED = """
+import torch
+from megarl.training import softmax_triton
+from megarl.training.softmax_passes import Torch
+
+softmax_triton._BLOCK = 16
+for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 1e-2)):
+    generator = torch.Generator().manual_seed(3)
+    logits = (torch.randn(5, 70, generator=generator) * 4).to(dtype)
+    targets, temperature = torch.tensor([0, 69, -3, 70, 17]), 0.7
+    ours, expected = (kind.statistics(logits, targets, temperature) for kind in (softmax_triton, Torch))
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+    maximum, total, weighted, _ = expected
+    rest = maximum, total.log(), weighted / total, torch.randn(5, 2, generator=generator), temperature
+    ours, expected = logits.clone(), logits.clone()
+    softmax_triton.gradient_(ours, targets, *rest)
+    Torch.gradient_(expected, targets, *rest)
+    assert not torch.equal(expected, logits)
+    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
+    print(dtype)
+"""
