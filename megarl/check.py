@@ -224,11 +224,17 @@ def estimate_memory(
     vocabulary = config.get_text_config().vocab_size // tensor_parallel
     row = training.tokens_per_row
     layer = layer_activations(language, row, item, tensor_parallel, sequence_parallel)
-    if training.recompute == "full":
-        inputs = row * language.hidden * item // (tensor_parallel if sequence_parallel else 1)
-        activations = language.layers * inputs + layer
-    else:
-        activations = language.layers * layer
+    inputs = row * language.hidden * item // (tensor_parallel if sequence_parallel else 1)
+    kept = {
+        "none": layer,
+        # Without the inner outputs of the MLP and what its norm gives.
+        "selective": layer_activations(replace(language, ffn=0), row, item, tensor_parallel, sequence_parallel)
+        - inputs,
+        "full": inputs,
+    }[training.recompute]
+    activations = language.layers * kept
+    if training.recompute != "none":
+        activations += layer - (0 if training.recompute == "full" else kept)  # of the one that is computed again
     activations += min(training.log_prob_chunk or row, row) * vocabulary * item  # their gradient is written over them
     if vision is not None and "vision" not in recipe.model.freeze:
         patches = row * config.vision_config.spatial_merge_size**2

@@ -44,7 +44,7 @@ def model_options(recipe: Recipe) -> ModelOptions:
         cp_comm_type=recipe.parallel.cp_comm_type,
         vision_dp_when_cp=recipe.parallel.vision_dp_when_cp,
         sequence_parallel=recipe.parallel.sequence_parallel,
-        recompute=recipe.training.recompute == "full",
+        recompute=recipe.training.recompute,
         freeze=tuple(recipe.model.freeze),
         router_replay=recipe.algorithm.router_replay,
         lora=lora_options(recipe),
@@ -67,7 +67,7 @@ def engine_model_options(recipe: Recipe) -> ModelOptions:
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
-        recompute=False,
+        recompute="none",
     )
 
 

@@ -554,8 +554,9 @@ class RolloutSection(Section):
 class TrainingSection(Section):
     tokens_per_row: PositiveInt = 4096
     """Tokens of a packed row, which is one microbatch."""
-    recompute: Literal["none", "full"] = "none"
-    """Keep a layer's activations, or only its input and compute them again in the backward pass."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Of the language model's layers, what is computed again in the backward pass in place of being kept: nothing, MLPs
+    (or experts), or all."""
     log_prob_chunk: PositiveInt | None = None
     """Tokens whose logits exist at a time; those of a row with more are made again in the backward pass. null: all of a
     row's."""

@@ -521,6 +521,13 @@ def test_memory_with_full_recompute(config):
     assert memory.activations_training == language + VISION * 4 * 4096 * 2 + LOGITS
 
 
+def test_memory_with_selective_recompute(config):
+    """All of one layer, and of the other neither the MLP's inner outputs nor what its norm gives."""
+    memory = estimate_memory(digits("training.recompute=selective"), config, COUNT, "bfloat16", world_size=1)
+    language = (2 * LANGUAGE - 64 - 3 * 256) * 4096 * 2
+    assert memory.activations_training == language + VISION * 4 * 4096 * 2 + LOGITS
+
+
 @pytest.mark.parametrize("chunk, places", [(1024, 1024), (5000, 4096)])
 def test_memory_of_logits(config, chunk, places):
     recipes = digits(), digits(f"training.log_prob_chunk={chunk}")

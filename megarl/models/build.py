@@ -40,8 +40,8 @@ class ModelOptions:
     vision_dp_when_cp: bool = True
     """Context-parallel ranks encode a part of a row's media each and share the features; else all of it each."""
     sequence_parallel: bool = False
-    recompute: bool = False
-    """Full activation recomputation of the language model."""
+    recompute: str = "none"
+    """Of the language model's layers, what the backward pass computes again: `none`, `selective` (MLPs) or `full`."""
     freeze: tuple[str, ...] = ()
     """Of `vision`, `projector`, `language`."""
     router_replay: bool = False
@@ -160,8 +160,11 @@ def _megatron_config(bridge: AutoBridge, options: ModelOptions):
         apply_rope_fusion=False,
         cross_entropy_loss_fusion=False,
     )
-    if options.recompute:
+    if options.recompute == "full":
         settings.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    elif options.recompute == "selective":
+        mlp = "moe" if config.num_moe_experts else "mlp"
+        settings.update(recompute_granularity="selective", recompute_modules=[mlp])
     if not kernels().te:
         settings.update(
             transformer_impl="local",

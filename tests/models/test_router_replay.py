@@ -19,16 +19,16 @@ reference_policy = lazy("megarl.training.reference")
 router_replay = lazy("megarl.models.router_replay")
 
 CASES = [
-    (TP1, True),
-    (Layout(2, 1), False),
-    (Layout(2, 1, expert_parallel=2), True),
-    (Layout(2, 2, sequence_parallel=True, expert_parallel=2), True),
-    (Layout(2, 1, context_parallel=2, expert_parallel=2), False),
-    (Layout(2, 2, sequence_parallel=True), False),
-    (Layout(4, 1, context_parallel=2, expert_parallel=4), True),
-    (Layout(4, 2, sequence_parallel=True, context_parallel=2, expert_parallel=2), False),
+    (TP1, "full"),
+    (Layout(2, 1), "selective"),
+    (Layout(2, 1, expert_parallel=2), "full"),
+    (Layout(2, 2, sequence_parallel=True, expert_parallel=2), "full"),
+    (Layout(2, 1, context_parallel=2, expert_parallel=2), "none"),
+    (Layout(2, 2, sequence_parallel=True), "none"),
+    (Layout(4, 1, context_parallel=2, expert_parallel=4), "full"),
+    (Layout(4, 2, sequence_parallel=True, context_parallel=2, expert_parallel=2), "none"),
 ]
-"""A layout, and whether it recomputes: that is the same in every layout."""
+"""A layout, and what it recomputes: that is the same in every layout."""
 QUICK = CASES[:5]
 
 
@@ -125,7 +125,7 @@ def expected(moved_reference, recorded):
         pytest.param(
             layout,
             recompute,
-            id=f"{layout.world_size}-{layout}-{'recompute' if recompute else 'kept'}",
+            id=f"{layout.world_size}-{layout}-{recompute}",
             marks=[] if (layout, recompute) in QUICK else pytest.mark.slow,
         )
         for layout, recompute in CASES

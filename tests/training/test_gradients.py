@@ -48,7 +48,7 @@ def worst(found: dict, expected: dict) -> tuple[float, str]:
     return max((float((found[name] - grad).abs().max() / grad.abs().max()), name) for name, grad in expected.items())
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recompute"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_gradients(ranks, checkpoint, sequences, expected, layout, recompute):
     answers = ranks.run(
@@ -59,9 +59,9 @@ def test_gradients(ranks, checkpoint, sequences, expected, layout, recompute):
         assert worst(found, expected)[0] < TOLERANCE, worst(found, expected)
 
 
-def _gradients(checkpoint, sequences, tokens_per_row=300, **options):
-    policy = policies.policy(checkpoint, **options)
-    assert policy.model.config.recompute_granularity == ("full" if options.get("recompute") else None)
+def _gradients(checkpoint, sequences, tokens_per_row=300, recompute="none", **options):
+    policy = policies.policy(checkpoint, recompute=recompute, **options)
+    assert policy.model.config.recompute_granularity == {"none": None}.get(recompute, recompute)
     trainer = policies.trainer(policy.model)
     packed = policies.rows(sequences, tokens_per_row)
     if tokens_per_row == 300:
@@ -153,7 +153,7 @@ CONTEXT = {
     "tp2-sp-cp2": (TP2_SP_CP2, {}),
     "cp2-replicated": (CP2, {"vision_dp_when_cp": False}),
     "tp2-sp-cp2-replicated": (TP2_SP_CP2, {"vision_dp_when_cp": False}),
-    "tp2-sp-cp2-recompute": (TP2_SP_CP2, {"recompute": True}),
+    "tp2-sp-cp2-recompute": (TP2_SP_CP2, {"recompute": "full"}),
 }
 
 
