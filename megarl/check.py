@@ -83,6 +83,8 @@ class LayerStack:
     """Inner width of the MLP; of a mixture, that of the experts that one token visits."""
     gated: bool
     """Two inner projections (SwiGLU) or one."""
+    head_norms: bool = False
+    """Queries and keys are normalised, head by head."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ def layer_stacks(config: "PreTrainedConfig") -> tuple[LayerStack, LayerStack | N
         key_value=text.num_key_value_heads * head_size(text),
         ffn=visited * text.moe_intermediate_size if visited else text.intermediate_size,
         gated=True,
+        head_norms=text.model_type.startswith("qwen3"),
     )
     if vision is None:
         return language, None
@@ -173,10 +176,12 @@ def layer_activations(
     parallelism, where queries, keys and values are h wide and the MLP 4 h.  Here it is in elements, for any
     width, and without the one-byte masks of two dropouts: the inputs of both norms, of the QKV and of the
     first MLP projection (4 h), and, split over the ranks, query, key, value, attention output, the MLP's
-    inner outputs and the input of its last projection.
+    inner outputs and the input of its last projection; and, where heads are normalised, what the QKV projection gave.
     """
     whole = 4 * stack.hidden / (tensor_parallel if sequence_parallel else 1)
     split = (2 * stack.query + 2 * stack.key_value + (3 if stack.gated else 2) * stack.ffn) / tensor_parallel
+    if stack.head_norms:
+        split += (stack.query + 2 * stack.key_value) / tensor_parallel
     return int((whole + split) * tokens * item_bytes)
 
 

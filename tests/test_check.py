@@ -67,10 +67,10 @@ def test_report_without_megatron(monkeypatch, capsys):
         "gradients                      0.001\n"
         "optimizer state                0.002\n"
         "KV cache                       0.250\n"
-        "activations, rollout           0.010\n"
-        "activations, training          0.052\n"
-        "peak, rollout                  0.264\n"
-        "peak, training                 0.306\n"
+        "activations, rollout           0.011\n"
+        "activations, training          0.055\n"
+        "peak, rollout                  0.266\n"
+        "peak, training                 0.309\n"
         "on the host: reference         0.001\n"
     )
 
@@ -419,8 +419,8 @@ def test_layer_activations_are_those_of_the_paper(tensor_parallel, sequence_para
 
 
 COUNT = ParameterCount(vision=1_000_000, projector=500_000, language=2_500_000)
-# Elements that a token leaves in a layer of the language model (4 h + 2 q + 2 kv + 3 ffn) and of the tower.
-LANGUAGE, VISION = 4 * 64 + 2 * 64 + 2 * 64 + 3 * 256, 4 * 64 + 2 * 64 + 2 * 64 + 2 * 256
+# Elements that a token leaves in a layer of the language model (4 h + 2 q + 2 kv + q + 2 kv + 3 ffn) and of the tower.
+LANGUAGE, VISION = 4 * 64 + 2 * 64 + 2 * 64 + 3 * 64 + 3 * 256, 4 * 64 + 2 * 64 + 2 * 64 + 2 * 256
 LOGITS = 4096 * 128 * 2
 """Of all tokens of a row, in bfloat16."""
 
