@@ -273,8 +273,9 @@ def _accumulate_in_products(model: torch.nn.Module) -> None:
     it is rounded, written, read and added.  Megatron's own switch asks for NVIDIA's apex, which its output layer needs,
     whose gradient is `megarl.training.log_probs`' to add."""
     for module in model.modules():
+        trained = all(hasattr(parameter, "main_grad") for parameter in module.parameters(recurse=False))
         # A weight that is rounded as it computes is not the one whose gradient is kept.
-        if hasattr(module, "fuse_wgrad_accumulation") and not hasattr(module, "weight_quantizer"):
+        if hasattr(module, "fuse_wgrad_accumulation") and trained and not hasattr(module, "weight_quantizer"):
             module.fuse_wgrad_accumulation = True
             # Else the very first pass through it counts as the first of a step, and writes where it should add.
             module.disable_parameter_transpose_cache = True

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.distributed import lazy
+from tests.hopper import compiled
 
 ours = lazy("megarl.models.query_key_value")
 rope = lazy("megatron.core.models.common.embeddings.rope_utils")
@@ -66,6 +67,24 @@ def test_triton_equals_torch():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["3"] * 4
+
+
+@pytest.mark.parametrize("layout, norms", [((8, 2, 128), True), ((16, 1, 64), False), ((16, 1, 72), False)])
+def test_triton_compiles(layout, norms):
+    """For the heads of Qwen3 and of two towers, in bfloat16, without a register that is kept in memory."""
+    from megarl.models import query_key_value_triton as triton_way
+    from megarl.models.query_key_value import HeadLayout
+
+    weights, heads = ("query_norm", "key_norm"), ("mixed", "query", "key", "value", "out")
+    types = dict.fromkeys((*heads, *weights), "*bf16") | dict.fromkeys(("turns", "sums"), "*fp32")
+    types |= {"tokens": "i32", "programs": "i32", "eps": "fp32"}
+    constants = triton_way._shape(HeadLayout(*layout)) | {"NORMS": norms}
+    absent = () if norms else weights
+    forward = compiled(triton_way._forward, types, constants | dict.fromkeys(absent), num_warps=4)
+    absent = () if norms else (*weights, "mixed", "sums")
+    constants |= {"TOKENS": triton_way._TOKENS}
+    backward = compiled(triton_way._backward, types, constants | dict.fromkeys(absent), num_warps=8)
+    assert ".local" not in forward + backward
 
 
 _INTERPRETED = """

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.distributed import TP1, TP2, TP2_SP, lazy
+from tests.hopper import compiled
 
 log_probs = lazy("megarl.training.log_probs")
 parallel_state = lazy("megatron.core.parallel_state")
@@ -137,6 +138,18 @@ def test_triton_passes_equal_torch():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["torch.float32", "torch.bfloat16"]
+
+
+@pytest.mark.ranks(1)
+def test_triton_passes_compile():
+    """For bfloat16 logits of Qwen3's vocabulary, without a register that is kept in memory."""
+    from megarl.training import softmax_triton
+
+    numbers = dict.fromkeys(("out", "maximum", "log_total", "mean", "gradient"), "*fp32")
+    types = numbers | {"logits": "*bf16", "targets": "*i64", "n": "i32", "v": "i32", "stride": "i32", "scale": "fp32"}
+    block = {"BLOCK": softmax_triton._BLOCK}
+    for kernel, constants in ((softmax_triton._statistics, {"v": 151936}), (softmax_triton._gradient, {})):
+        assert ".local" not in compiled(kernel, types, constants | block, num_warps=8)
 
 
 _INTERPRETED = """
