@@ -96,7 +96,7 @@ def installed(name: str) -> Installed | None:
     if "dir_info" not in record:
         return Installed(found.version, f"as release {found.version}, of which no commit is known")
     folder = Path(url2pathname(urlsplit(record["url"]).path))
-    commit = _checked_out(folder)
+    commit = checked_out(folder)
     # A folder that was copied may have moved on since: Megatron's packages end their version with the commit.
     copied = None if record["dir_info"].get("editable") else re.search(r"\+([0-9a-f]{7,40})$", found.version)
     if copied and not commit.startswith(copied[1]):
@@ -104,7 +104,7 @@ def installed(name: str) -> Installed | None:
     return Installed(commit if COMMIT.fullmatch(commit) else None, f"from {folder} at commit {commit}", True)
 
 
-def _checked_out(folder: Path) -> str:
+def checked_out(folder: Path) -> str:
     """40 hex digits, with `-dirty` where tracked files were changed since; or `unknown`."""
     # The folder's own repository, not one that it lies in; another user's too, as in a container: its code runs anyway.
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}

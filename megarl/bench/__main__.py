@@ -1,19 +1,21 @@
-"""`python -m megarl.bench RECIPE [key=value ...]`: speed as ratios to a peer, both measured in this run.
+"""`python -m megarl.bench RECIPE [key=value ...]`: speed beside a floor and a peer, all measured in this run.
 
-Peers: transformers' `generate` for the engine, a plain PyTorch step (the same Hugging Face model, padded batch,
-torch's AdamW) for training, transformers' processor for media, a plain copy of as many bytes for the weights' way to
-the engine; for parallelism one process, and the same without the means that is measured.  Same weights, prompts,
-lengths and threads; each figure is the median of several rounds in which the two take turns.  For the memory of
-loading a checkpoint the peer is the rank's weights themselves.  `--only sync` and `--only load` run on as many ranks
-as torchrun starts, in the recipe's layouts; everything else on one.
+The floor is what the machine's ceilings allow, the bandwidth of a copy and the peak of a matrix product, which are
+measured first; the gap is how many times the floor's cost megarl's is.  Peers: transformers' `generate` for the
+engine, a plain PyTorch step (the same Hugging Face model, padded batch, torch's AdamW) for training, transformers'
+processor for media, a plain copy of as many bytes for the weights' way to the engine; for parallelism one process, and
+the same without the means that is measured.  Same weights, prompts, lengths and threads; each figure is the median of
+several rounds in which the two take turns.  For the memory of loading a checkpoint the peer is the rank's weights
+themselves.  `--only sync` and `--only load` run on as many ranks as torchrun starts, in the recipe's layouts;
+everything else on one.
 """
 
 import argparse
-import json
 import sys
-from dataclasses import asdict
+from pathlib import Path
 
-from megarl.bench.lines import print_lines
+from megarl.bench.ceilings import measure_ceilings
+from megarl.bench.report import as_json, print_table
 from megarl.check import refuse
 from megarl.errors import UserError
 from megarl.platform import launch
@@ -37,24 +39,29 @@ def bench(arguments: list[str]) -> None:
     parser.add_argument("--pictures", type=int, default=32, help="files that are decoded and expanded")
     parser.add_argument("--videos", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--profile", type=Path, metavar="DIR", help="write traces of a generation and a training step, with summaries"
+    )
+    parser.add_argument("--json", action="store_true", help="with versions and the command")
     options = parser.parse_intermixed_args(arguments)
     recipe = load_recipe(options.recipe, options.overrides)
     if options.only in _ON_ALL_RANKS:
         refuse(recipe, launch.world_size())
     elif launch.world_size() > 1:
         raise UserError("megarl.bench measures one rank: start it without torchrun, or with --only sync or load")
-    lines = []
+    spread = []
     if options.only in (None, "scaling"):
-        from megarl.bench import scaling
+        from megarl.bench import scaling  # while nothing else has the GPUs
 
-        lines += scaling.measure(options)
+        spread = scaling.measure(options)
     sizes = recipe.parallel.sizes if options.only in _ON_ALL_RANKS else {}
     launch.start(sizes, recipe.seed, recipe.rollout.cuda_graphs and kernels().gpu)
+    ceilings = measure_ceilings(options.rounds)
+    lines = [*ceilings.lines, *spread]
     if options.only == "sync":
         from megarl.bench import sync
 
-        lines += sync.measure(recipe, options)
+        lines += sync.measure(recipe, options, ceilings)
     if options.only == "load":
         from megarl.bench import load
 
@@ -62,17 +69,14 @@ def bench(arguments: list[str]) -> None:
     if options.only in (None, "policy"):
         from megarl.bench import policy
 
-        lines += policy.measure(recipe, options)
+        lines += policy.measure(recipe, options, ceilings)
     if options.only in (None, "media"):
         from megarl.bench import media
 
         lines += media.measure(recipe, options)
     if launch.rank():
         return
-    if options.json:
-        print(json.dumps({"machine": str(kernels()), "lines": [asdict(x) | {"ratio": x.ratio} for x in lines]}))
-    else:
-        print_lines(lines)
+    print(as_json(lines, arguments)) if options.json else print_table(lines)
 
 
 if __name__ == "__main__":

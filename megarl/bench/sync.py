@@ -2,11 +2,15 @@
 
 from pathlib import Path
 
+from megarl.bench.ceilings import Ceilings
 from megarl.bench.lines import Line, median_seconds, turns
 
 
-def measure(recipe, options) -> list[Line]:
-    """Bytes and seconds of a sync, and its speed beside `torch.Tensor.copy_` on all ranks at once.  Collective."""
+def measure(recipe, options, ceilings: Ceilings) -> list[Line]:
+    """Bytes and seconds of a sync, and its speed beside `torch.Tensor.copy_` on all ranks at once.  Collective.
+
+    The floor: no byte moves where weights are shared; else each is read and written, with the bandwidth of all ranks.
+    """
     import torch
     import torch.distributed as dist
 
@@ -22,7 +26,7 @@ def measure(recipe, options) -> list[Line]:
     amount = Line(f"weights, {kind}: moved by a sync, all ranks", "MiB", parts.sync.bytes / 2**20)
     if not parts.sync.bytes:
         seconds = median_seconds(parts.sync, 20)
-        return [amount, Line(f"weights, {kind}: a sync", "ms", 1e3 * seconds)]
+        return [amount, Line(f"weights, {kind}: a sync", "ms", 1e3 * seconds, floor=0.0)]
     received = list(parts.engine.model.parameters())
     kept = [tensor.detach().clone() for tensor in received]
 
@@ -36,11 +40,9 @@ def measure(recipe, options) -> list[Line]:
         parts.sync()
         dist.barrier()
 
-    ours, theirs = turns(sync, copy, options.rounds)
+    seconds = *turns(sync, copy, options.rounds), ceilings.seconds(2 * parts.sync.bytes / dist.get_world_size())
     return [
         amount,
-        Line(f"weights, {kind}: a sync, beside a copy", "ms", 1e3 * ours, 1e3 * theirs),
-        Line(
-            f"weights, {kind}: speed, beside a copy", "GiB/s", *(parts.sync.bytes / s / 2**30 for s in (ours, theirs))
-        ),
+        Line(f"weights, {kind}: a sync, beside a copy", "ms", *(1e3 * s for s in seconds)),
+        Line(f"weights, {kind}: speed, beside a copy", "GiB/s", *(parts.sync.bytes / s / 2**30 for s in seconds)),
     ]

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-from megarl.bench.lines import Line
 from megarl.bench.media import measure
 
 
@@ -13,8 +12,3 @@ def test_lines():
     assert [line.name.split()[0] for line in throughput] == ["pictures", "pictures", "videos", "videos"]
     assert all(line.unit == "items/s" and line.megarl > 0 and line.peer > 0 for line in throughput)
     assert memory.unit == "MiB" and 0 < memory.ratio <= 0.25  # the budget is a quarter of the data set
-
-
-def test_ratio():
-    assert Line("a", "s", 3.0, 2.0).ratio == 1.5
-    assert Line("a", "s", 3.0).ratio is None
