@@ -35,6 +35,9 @@ def bench(arguments: list[str]) -> None:
     parser.add_argument("--requests", default="1,16,64,512", help="concurrent requests, comma separated")
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument(
+        "--prefill-tokens", type=int, help="tokens of prompts that are read; default: the recipe's step of the engine"
+    )
     parser.add_argument("--train-tokens", type=int, default=4096, help="tokens of a training step")
     parser.add_argument("--pictures", type=int, default=32, help="files that are decoded and expanded")
     parser.add_argument("--videos", type=int, default=4)

@@ -12,6 +12,7 @@ from megarl.models.hf_config import family_of
 class Peer:
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device):
         self.model = family_of(folder).hf_class.from_pretrained(folder, dtype=dtype).to(device)
+        self._device = device
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
 
     def generate(self, ids: Tensor, new_tokens: int, temperature: float) -> Tensor:
@@ -25,6 +26,10 @@ class Peer:
             min_new_tokens=new_tokens,
             max_new_tokens=new_tokens,
         )
+
+    def encode(self, pixels: Tensor, grids: Tensor) -> None:
+        """Features of pictures; arguments as `megarl.models.policy_model.PolicyModel.encode` takes them."""
+        self.model.eval().get_image_features(pixels.to(self._device), grids.to(self._device))
 
     def update(self, ids: Tensor, prompt_tokens: int) -> None:
         """A supervised step of AdamW on whole sequences `[sequences, tokens]`, of which prompts are not learned."""

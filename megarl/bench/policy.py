@@ -1,4 +1,4 @@
-"""Engine and trainer against transformers: decode, training step, hand-over of the weights, vision encodes."""
+"""Engine, trainer and vision tower against transformers, and what it takes to start and to hand over the weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 
 from megarl.bench.ceilings import Ceilings
 from megarl.bench.floors import Floors
-from megarl.bench.lines import Line, median_seconds, turns
+from megarl.bench.lines import Line, median_seconds, timed, turns
 from megarl.bench.peer import Peer
 from megarl.bench.profile import profile
 from megarl.bench.prompts import media_prompt, noise_item, text_prompt
@@ -23,6 +23,9 @@ from megarl.run import start_ranks
 from megarl.startup import fetch_models, prepare_checkpoint
 from megarl.training.trainer import Trainer
 
+_GROUP = 16
+_PICTURES, _PICTURE_SIDE = 8, 16
+"""How many, and how many media tokens wide and high."""
 _PROFILED_TOKENS = 32
 """New tokens of a generation that is profiled: a step is like the next, and traces are large."""
 
@@ -30,9 +33,11 @@ _PROFILED_TOKENS = 32
 def measure(recipe, options, ceilings: Ceilings) -> list[Line]:
     """All lines, for the recipe's model; prints the profiles, where they are asked for."""
     sides = Sides(recipe, options, ceilings)
-    lines = [sides.decode(count) for count in sides.requests]
+    lines = [Line("engine, start", "s", sides.start_seconds)]
+    lines += [sides.decode(count) for count in sides.requests]
+    lines += [sides.prefill(), sides.shared_prefill()]
     if sides.model.tower_config is not None:
-        lines.append(sides.encodes())
+        lines += [sides.encoding(), sides.encodes()]
     lines.append(sides.training_step())
     lines.append(Line("weights change hands", "ms", 1e3 * median_seconds(sides.engine.weights_changed, 20), floor=0.0))
     if options.profile is not None:
@@ -56,18 +61,20 @@ class Sides:
         self.temperature = recipe.rollout.scoring_temperature
         self._trainer = Trainer(policy.model, self.temperature, recipe.training.log_prob_chunk)
         self._trainer.begin(rl_optimizer(recipe))
-        self.engine = RolloutEngine(
-            policy.model,
-            EngineOptions(
-                max_requests=max(self.requests),
-                max_tokens_per_step=max(recipe.rollout.max_tokens_per_step, max(self.requests)),
-                max_sequence_length=options.prompt_tokens + options.new_tokens,
-                kv_cache_gb=recipe.rollout.kv_cache_gb,
-                block_size_tokens=recipe.rollout.block_size_tokens,
-                cuda_graphs=settings.cuda_graphs,
-            ),
-            as_sampled=policy.as_sampled,
+        longest = max(options.prompt_tokens + options.new_tokens, recipe.data.max_prompt_tokens + 1)
+        sizes = EngineOptions(
+            max_requests=max(*self.requests, _GROUP),
+            max_tokens_per_step=max(recipe.rollout.max_tokens_per_step, *self.requests),
+            max_sequence_length=longest,
+            kv_cache_gb=recipe.rollout.kv_cache_gb,
+            block_size_tokens=recipe.rollout.block_size_tokens,
+            cuda_graphs=settings.cuda_graphs,
         )
+        self.start_seconds = timed(lambda: self._start(sizes))
+        """Of the engine, the capture of its CUDA graphs included."""
+
+    def _start(self, sizes: EngineOptions) -> None:
+        self.engine = RolloutEngine(self.model, sizes, as_sampled=self.policy.as_sampled)
 
     def prompts(self, count: int, tokens: int) -> list[EncodedPrompt]:
         """Distinct ones."""
@@ -93,6 +100,46 @@ class Sides:
         )
         ours, theirs, floor = (count * new / s for s in (*seconds, self.floors.generation(count, length, new)))
         return Line(f"decode, {count} request(s)", "tokens/s", ours, theirs, floor)
+
+    def prefill(self) -> Line:
+        """Prompts of the recipe's longest, and one new token of each."""
+        wanted = self.options.prefill_tokens or self.recipe.rollout.max_tokens_per_step
+        length = min(wanted, self.recipe.data.max_prompt_tokens)
+        prompts = self.prompts(wanted // length, length)
+        ids, tokens = self.ids(prompts), len(prompts) * length
+        seconds = turns(
+            lambda: self.generate(prompts, 1),
+            lambda: self.peer.generate(ids, 1, self.temperature),
+            self.options.rounds,
+        )
+        ours, theirs, floor = (tokens / s for s in (*seconds, self.floors.prefill([length] * len(prompts))))
+        return Line(f"prefill, {len(prompts)} prompt(s) of {length} tokens", "tokens/s", ours, theirs, floor)
+
+    def shared_prefill(self) -> Line:
+        """The prompt of a group, read once for all its rollouts; the peer is the same engine on as many prompts of that
+        length, of which none has a prefix in common, as if there were no prefix cache."""
+        length = self.recipe.data.max_prompt_tokens
+        (prompt,), distinct = self.prompts(1, length), self.prompts(_GROUP, length)
+        seconds = turns(
+            lambda: self.generate([prompt], 1, _GROUP), lambda: self.generate(distinct, 1), self.options.rounds
+        )
+        times = (*seconds, self.floors.prefill([length], _GROUP))
+        name = f"prefill, a group of {_GROUP} on a prompt of {length} tokens; without prefix cache"
+        return Line(name, "ms", *(1e3 * s for s in times))
+
+    @torch.no_grad()
+    def encoding(self) -> Line:
+        """Pictures through the vision tower, from prepared pixels in main memory to features."""
+        side = _PICTURE_SIDE * self.model.merge_size
+        vision = self.policy.bridge.hf_pretrained.config.vision_config
+        items = [noise_item(f"picture {number}", (1, side, side), vision) for number in range(_PICTURES)]
+        pixels = torch.cat([item.pixels for item in items])
+        grids = torch.tensor([item.grid for item in items])
+        seconds = turns(
+            lambda: self.model.encode(pixels, grids), lambda: self.peer.encode(pixels, grids), self.options.rounds
+        )
+        ours, theirs, floor = (len(pixels) / s for s in (*seconds, self.floors.encoding(items)))
+        return Line(f"vision tower, {_PICTURES} pictures of {side} x {side} patches", "patches/s", ours, theirs, floor)
 
     def encodes(self) -> Line:
         """16 rollouts of each of 8 prompts, every two of which show the same picture; two calls, as a step and an
