@@ -29,7 +29,7 @@ class Floors:
         operations = self._cost.language.operations(requests, length) + 2 * self._head * requests
         return self._ceilings.seconds(weights + requests * length * self._kv_bytes, operations)
 
-    def prefill(self, prompts: Sequence[int], tokens: int | None = None) -> float:
+    def prefill(self, prompts: Sequence[float], tokens: int | None = None) -> float:
         """Prompts of these lengths to the distribution of the first new token of each.
 
         Args:
@@ -38,12 +38,13 @@ class Floors:
         operations = sum(self._cost.language.operations(n, n / 2) for n in prompts)
         return self._ceilings.seconds(operations=operations + 2 * self._head * (tokens or len(prompts)))
 
-    def generation(self, requests: int, prompt: int, new: int) -> float:
-        """Prompts of `prompt` tokens are read, then `new` tokens sampled of each, the first by the reading itself."""
-        steps = new - 1
-        return self.prefill([prompt] * requests) + steps * self.decode_step(requests, prompt + new / 2)
+    def generation(self, requests: int, prompt: float, new: int, of_a_prompt: int = 1) -> float:
+        """Prompts of `prompt` tokens are read, once for all requests of each, then `new` tokens sampled for each
+        request, the first by the reading itself."""
+        read = self.prefill([prompt] * (requests // of_a_prompt), requests)
+        return read + (new - 1) * self.decode_step(requests, prompt + new / 2)
 
-    def training_step(self, sequences: int, prompt: int, new: int) -> float:
+    def training_step(self, sequences: int, prompt: float, new: int) -> float:
         """Forward and backward, which does twice as much: 6 N D and attention.  Only the places that predict a new
         token go through the output layer.  The optimizer counts as nothing."""
         operations = self._cost.language.operations(prompt + new, (prompt + new) / 2) + 2 * self._head * new
