@@ -517,8 +517,8 @@ class RolloutSection(Section):
     """Requests that a rank decodes at a time."""
     max_tokens_per_step: Annotated[int, Field(gt=0, multiple_of=64)] = 4096
     """Tokens in one forward pass of the engine, a multiple of 64."""
-    kv_cache_gb: PositiveFloat = 0.25
-    """Size of the KV cache of a rank in GiB."""
+    kv_cache_gb: PositiveFloat | None = 0.25
+    """Size of the KV cache of a rank in GiB; null: what all else, as `megarl.check` predicts it, leaves of a GPU."""
     block_size_tokens: PositiveInt = 64
     """Tokens in a block of the KV cache; also the grain of prefix caching."""
     enable_prefix_caching: bool = True

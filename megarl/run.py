@@ -33,6 +33,7 @@ from megarl.environments.workers import Workers
 from megarl.errors import MediaError, PromptError, UserError
 from megarl.media.encoder import Encoder, fingerprint
 from megarl.media.item import EncodedPrompt
+from megarl.memory import kv_cache_that_fits
 from megarl.models.build import Policy, empty_copy, load_policy
 from megarl.models.families import FAMILIES
 from megarl.models.hf_config import hf_config
@@ -47,6 +48,7 @@ from megarl.packing.cost import CostModel
 from megarl.packing.rows import TokenSequence
 from megarl.parallel.agreement import from_first, gathered
 from megarl.parallel.engines import EngineGroups, resharded_groups, shared_groups
+from megarl.platform.kernels import kernels
 from megarl.recipe import Recipe
 from megarl.rewards import Batch, Judge, Scorer
 from megarl.rollout.engine import Generate, Rollout, RolloutEngine
@@ -479,6 +481,7 @@ def _build_engine(
     recipe: Recipe, policy: Policy, checkpoint: Path, aware: Quantization | None = None
 ) -> tuple[RolloutEngine, WeightSync, EngineGroups, Quantization | None]:
     """Over the policy's module, which may be `aware` of its rounding, or over one of its own."""
+    recipe = _with_kv_cache(recipe, policy)
     sampled, groups, sync = policy.model, shared_groups(), SharedWeights
     in_engine, in_transfer, quantization = policy.as_sampled, nullcontext, aware
     if recipe.own_engine:
@@ -493,6 +496,24 @@ def _build_engine(
     engine = RolloutEngine(sampled, engine_options(recipe), groups.peers, in_engine)
     arrived = quantization.quantize_weights if quantization else lambda: None
     return engine, sync(engine, policy.model, recipe.rollout.verify_sync, in_transfer, arrived), groups, quantization
+
+
+def _with_kv_cache(recipe: Recipe, policy: Policy) -> Recipe:
+    """The recipe with a size for the KV cache, where it is to take what is left; the least of all ranks.  Collective.
+
+    Raises:
+        UserError: there is no GPU, or what is left does not hold the longest request.
+    """
+    if recipe.rollout.kv_cache_gb is not None:
+        return recipe
+    if not kernels().gpu:
+        raise UserError("rollout.kv_cache_gb = null: there is no GPU of which it could take what is left; set a number")
+    # Of this process and of nobody: what the allocator holds and what it could still get.
+    memory = torch.tensor(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(), device="cuda")
+    dist.all_reduce(memory, dist.ReduceOp.MIN)
+    config, dtype = policy.bridge.hf_pretrained.config, policy.model.config.params_dtype
+    size = kv_cache_that_fits(recipe, config, str(dtype).removeprefix("torch."), dist.get_world_size(), int(memory))
+    return recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"kv_cache_gb": size})})
 
 
 def _load_prompts(

@@ -1,6 +1,5 @@
 """`megarl.check`: its refusals, and its numbers against numbers worked out by hand."""
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,25 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megarl.check import (
-    GIB,
-    LayerStack,
-    ParameterCount,
-    check_lora,
-    check_reference,
-    count_parameters,
-    estimate_memory,
-    kv_cache_blocks,
-    layer_activations,
-    main,
-)
+from megarl.check import check_lora, check_reference, main
 from megarl.errors import UserError
 from megarl.layout import check_context, check_experts, check_heads, check_router_replay
+from megarl.memory import count_parameters, estimate_memory
 from megarl.models.hf_config import hf_config
 from megarl.recipe import ParallelSection, Recipe, load_recipe
 
 DIGITS = str(Path(__file__).parent.parent / "recipes" / "digits.yaml")
-KIB, MIB = 2**10, 2**20
 
 
 def digits(*overrides: str) -> Recipe:
@@ -67,10 +55,10 @@ def test_report_without_megatron(monkeypatch, capsys):
         "gradients                      0.001\n"
         "optimizer state                0.002\n"
         "KV cache                       0.250\n"
-        "activations, rollout           0.011\n"
-        "activations, training          0.055\n"
-        "peak, rollout                  0.266\n"
-        "peak, training                 0.309\n"
+        "activations, rollout           0.625\n"
+        "activations, training          0.073\n"
+        "peak, rollout                  0.879\n"
+        "peak, training                 0.327\n"
         "on the host: reference         0.001\n"
     )
 
@@ -232,6 +220,13 @@ def test_refusal_of_a_model_without_a_tower(capsys, overrides, message):
     assert (out, error) == ("", f"megarl: error: {message}\n")
 
 
+def test_report_of_a_kv_cache_of_what_is_left(capsys):
+    assert main([DIGITS, "rollout.kv_cache_gb=null", "model.dtype=bfloat16"]) == 0
+    out = capsys.readouterr().out
+    assert "KV cache     what all else leaves of a GPU; a request has at most 130\n" in out
+    assert "KV cache                       0.000\n" in out
+
+
 def test_report_of_a_model_without_a_tower(capsys):
     """139,648 parameters: two embeddings of 128 x 64; in each of 2 layers 4 + 2 + 2 heads of 16 and back (64 x 192),
     3 x 64 x 256 in the MLP and norms of 2 x 64 + 2 x 16; a final norm of 64."""
@@ -359,136 +354,6 @@ def test_a_dense_model_has_no_routers(capsys, mixture):
     )
 
 
-def test_parameters_of_experts(mixture):
-    """3 layers of 4 experts, each with two inner projections and an outer one of 64 x 48."""
-    assert count_parameters(mixture).experts == 3 * 4 * 3 * 64 * 48
-
-
-# Parameters
-
-
-def test_parameters_of_digits(config):
-    width, inner, vocabulary, patch = 64, 256, 128, 3 * 2 * 4 * 4
-
-    def linear(inputs: int, outputs: int) -> int:
-        return inputs * outputs + outputs
-
-    block = linear(width, 3 * width) + linear(width, width) + linear(width, inner) + linear(inner, width)
-    vision = linear(patch, width) + 16 * width + block + 2 * 2 * width
-    merged = 4 * width
-    merger = linear(merged, merged) + linear(merged, width)
-    projector = 2 * merger + 2 * width + 2 * merged  # the second norm is that of deepstack, after the merge
-    layer = 4 * width * width + 3 * width * inner + 2 * width + 2 * 16
-    language = 2 * vocabulary * width + 2 * layer + width
-    assert count_parameters(config) == ParameterCount(vision, projector, language)
-
-
-def test_tied_embeddings_count_once(config):
-    tied = hf_config(None, digits("model.config.tie_word_embeddings=true").model.config)
-    assert count_parameters(config).language - count_parameters(tied).language == 128 * 64
-
-
-def test_configuration_from_a_folder_and_inline_are_alike(config, tmp_path):
-    config.save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())
-    assert saved["model_type"] == "qwen3_vl"
-    loaded = hf_config(str(tmp_path), None)
-    assert count_parameters(loaded) == count_parameters(config)
-
-
-def test_configuration_leaves_the_recipe_as_it_is():
-    recipe = digits()
-    hf_config(recipe.model.path, recipe.model.config)
-    assert recipe == digits()
-
-
-# Memory
-
-
-@pytest.mark.parametrize(
-    "tensor_parallel, sequence_parallel, expected",
-    [(1, False, 34), (4, False, 10 + 24 / 4), (4, True, 34 / 4)],
-)
-def test_layer_activations_are_those_of_the_paper(tensor_parallel, sequence_parallel, expected):
-    """s b h bytes, less the paper's two dropout masks of a byte, which sequence parallelism splits too."""
-    h, tokens = 1024, 512
-    stack = LayerStack(layers=1, hidden=h, query=h, key_value=h, ffn=4 * h, gated=False)
-    masks = 2 / (tensor_parallel if sequence_parallel else 1)
-    measured = layer_activations(stack, tokens, 2, tensor_parallel, sequence_parallel)
-    assert measured == tokens * h * (expected - masks)
-
-
-COUNT = ParameterCount(vision=1_000_000, projector=500_000, language=2_500_000)
-# Elements that a token leaves in a layer of the language model (4 h + 2 q + 2 kv + q + 2 kv + 3 ffn) and of the tower.
-LANGUAGE, VISION = 4 * 64 + 2 * 64 + 2 * 64 + 3 * 64 + 3 * 256, 4 * 64 + 2 * 64 + 2 * 64 + 2 * 256
-LOGITS = 4096 * 128 * 2
-"""Of all tokens of a row, in bfloat16."""
-
-
-def test_memory_in_bfloat16(config):
-    memory = estimate_memory(digits(), config, COUNT, "bfloat16", world_size=4)
-    assert memory.weights == 8_000_000
-    assert memory.gradients == 16_000_000
-    assert memory.optimizer_state == 12_000_000
-    assert memory.reference_snapshot == 8_000_000
-    assert memory.kv_cache == GIB // 4
-    assert memory.activations_rollout == LANGUAGE * 4096 * 2 + 512 * 128 * 4
-    assert memory.activations_training == 2 * LANGUAGE * 4096 * 2 + VISION * 4 * 4096 * 2 + LOGITS
-    assert memory.rollout_peak == 36_000_000 + GIB // 4 + memory.activations_rollout
-    assert memory.training_peak == 36_000_000 + GIB // 4 + memory.activations_training
-
-
-def test_memory_in_float32_has_no_masters_and_no_snapshot_without_kl(config):
-    memory = estimate_memory(digits("algorithm.kl_coefficient=0"), config, COUNT, "float32", world_size=4)
-    assert (memory.weights, memory.gradients) == (16_000_000, 16_000_000)
-    assert memory.optimizer_state == 8_000_000  # two moments of 4 bytes, over four data-parallel ranks
-    assert memory.reference_snapshot == 0
-    assert memory.activations_training == 2 * LANGUAGE * 4096 * 4 + VISION * 4 * 4096 * 4 + 2 * LOGITS
-
-
-def test_memory_under_tensor_and_sequence_parallelism(config):
-    recipe = digits("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
-    memory = estimate_memory(recipe, config, COUNT, "bfloat16", world_size=4)
-    assert (memory.weights, memory.gradients, memory.optimizer_state) == (4_000_000, 8_000_000, 12_000_000)
-    language = 2 * (LANGUAGE // 2) * 4096 * 2
-    vision = (4 * 64 + (VISION - 4 * 64) // 2) * 4 * 4096 * 2
-    assert memory.activations_training == language + vision + LOGITS // 2
-
-
-def test_memory_under_expert_parallelism(mixture):
-    """Half of the experts on a rank, which two of the four ranks hold; the rest is on all of them."""
-    count = ParameterCount(vision=1_000_000, projector=500_000, language=2_500_000, experts=2_000_000)
-    recipe = digits("parallel.expert_model_parallel_size=2")
-    memory = estimate_memory(recipe, mixture, count, "bfloat16", world_size=4)
-    assert (memory.weights, memory.gradients) == (6_000_000, 12_000_000)
-    assert memory.optimizer_state == 12 * (2_000_000 // 4 + 1_000_000 // 2)
-
-
-def test_memory_of_recorded_experts(mixture):
-    """2 experts of one byte in each of 3 layers, for each token that the KV cache holds."""
-    count = ParameterCount(vision=1_000_000, projector=500_000, language=2_500_000, experts=2_000_000)
-    recipes = digits(), digits("algorithm.router_replay=true")
-    without, held = (estimate_memory(r, mixture, count, "bfloat16", world_size=1).kv_cache for r in recipes)
-    blocks = kv_cache_blocks(recipes[0], mixture, "bfloat16") + 1
-    assert held - without == blocks * recipes[0].rollout.block_size_tokens * 3 * 2
-
-
-def test_memory_of_rollouts_in_a_layout_of_their_own(config, mixture):
-    """The engine's copy beside the trainer's half, and its whole heads in the KV cache and in a step."""
-    trained = "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"
-    recipe, shared = digits(*trained, "rollout.parallel={}"), digits(*trained)
-    memory, one = (estimate_memory(r, config, COUNT, "bfloat16", world_size=4) for r in (recipe, shared))
-    assert (memory.weights, memory.engine_weights) == (4_000_000, 8_000_000)
-    assert one.engine_weights == 0 and memory.held - one.held == 8_000_000
-    assert memory.activations_training == one.activations_training
-    alone = estimate_memory(digits(), config, COUNT, "bfloat16", world_size=4)
-    assert memory.activations_rollout == alone.activations_rollout > one.activations_rollout
-    assert kv_cache_blocks(recipe, config, "bfloat16") == kv_cache_blocks(digits(), config, "bfloat16")
-    count = ParameterCount(vision=1_000_000, projector=500_000, language=2_500_000, experts=2_000_000)
-    recipe = digits("rollout.parallel.expert_model_parallel_size=2")
-    assert estimate_memory(recipe, mixture, count, "bfloat16", world_size=4).engine_weights == 6_000_000
-
-
 def test_report_of_rollouts_in_a_layout_of_their_own(capsys):
     assert main([DIGITS, "--world-size", "4", "rollout.parallel.tensor_model_parallel_size=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -513,50 +378,6 @@ def test_engines_that_do_not_divide(capsys, overrides, message):
     overrides = [f"rollout.parallel.{override}" for override in overrides]
     assert main([DIGITS, *overrides, "--world-size", "8"]) == 2
     assert capsys.readouterr().err == f"megarl: error: {message}\n"
-
-
-def test_memory_with_full_recompute(config):
-    memory = estimate_memory(digits("training.recompute=full"), config, COUNT, "bfloat16", world_size=1)
-    language = 2 * 64 * 4096 * 2 + LANGUAGE * 4096 * 2
-    assert memory.activations_training == language + VISION * 4 * 4096 * 2 + LOGITS
-
-
-def test_memory_with_selective_recompute(config):
-    """All of one layer, and of the other neither the MLP's inner outputs nor what its norm gives."""
-    memory = estimate_memory(digits("training.recompute=selective"), config, COUNT, "bfloat16", world_size=1)
-    language = (2 * LANGUAGE - 64 - 3 * 256) * 4096 * 2
-    assert memory.activations_training == language + VISION * 4 * 4096 * 2 + LOGITS
-
-
-@pytest.mark.parametrize("chunk, places", [(1024, 1024), (5000, 4096)])
-def test_memory_of_logits(config, chunk, places):
-    recipes = digits(), digits(f"training.log_prob_chunk={chunk}")
-    whole, bounded = (estimate_memory(r, config, COUNT, "bfloat16", world_size=1) for r in recipes)
-    assert whole.activations_training - bounded.activations_training == LOGITS - places * 128 * 2
-
-
-def test_memory_with_a_frozen_tower(config):
-    memory = estimate_memory(digits("model.freeze=[vision]"), config, COUNT, "bfloat16", world_size=1)
-    assert memory.weights == 8_000_000
-    assert (memory.gradients, memory.optimizer_state) == (12_000_000, 36_000_000)
-    assert memory.activations_training == 2 * LANGUAGE * 4096 * 2 + LOGITS
-
-
-def test_a_tower_that_is_not_split():
-    count = ParameterCount(vision=800, projector=200, language=5000, experts=1000)
-    parallel = digits("parallel.tensor_model_parallel_size=2", "parallel.expert_model_parallel_size=2").parallel
-    assert count.on_a_rank(parallel, split_tower=True) == (500 + 2000, 500)
-    assert count.on_a_rank(parallel, split_tower=False) == (1000 + 2000, 500)
-    frozen = digits("model.freeze=[vision, language]").model
-    assert count.trained(frozen) == ParameterCount(0, 200, 0)
-
-
-def test_kv_cache_blocks(config):
-    """64 tokens x 2 layers x (key and value) x 64 x 2 bytes = 32 KiB; one block is the engine's."""
-    assert kv_cache_blocks(digits(), config, "bfloat16") == 256 * MIB // (32 * KIB) - 1
-    assert kv_cache_blocks(digits(), config, "float32") == 256 * MIB // (64 * KIB) - 1
-    halved = digits("parallel.tensor_model_parallel_size=2")
-    assert kv_cache_blocks(halved, config, "bfloat16") == 256 * MIB // (16 * KIB) - 1
 
 
 # The reference policy

@@ -13,6 +13,7 @@ from megarl.bench.lines import Line, median_seconds, timed, turns
 from megarl.bench.peer import Peer
 from megarl.bench.profile import profile
 from megarl.bench.prompts import media_prompt, noise_item, text_prompt
+from megarl.errors import UserError
 from megarl.media.item import EncodedPrompt
 from megarl.models.build import load_policy
 from megarl.options import model_options, rl_optimizer
@@ -49,6 +50,8 @@ class Sides:
     """megarl's engine and trainer, and the peer, over the same checkpoint."""
 
     def __init__(self, recipe, options, ceilings: Ceilings):
+        if recipe.rollout.kv_cache_gb is None:
+            raise UserError("rollout.kv_cache_gb = null: the bench's peer needs room too; set a number")
         recipe = fetch_models(recipe, start_ranks())
         folder = prepare_checkpoint(recipe, Path(recipe.run_dir))
         settings = model_options(recipe)

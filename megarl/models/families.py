@@ -22,6 +22,8 @@ class Family:
     """The class in transformers that prepares its pictures and videos; None where it reads text alone."""
     split_tower: bool = True
     """Tensor-parallel ranks share the matrices of its vision tower; else each has the whole tower."""
+    qk_norm: bool = False
+    """The language model normalises queries and keys."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Beginnings of parameter names in transformers' model, and what a checkpoint has in their place."""
     rope_types: tuple[str, ...] = ("default",)
@@ -67,6 +69,7 @@ FAMILIES = {
             architecture="Qwen3VLForConditionalGeneration",
             model="megarl.models.qwen3_vl.model:Qwen3VL",
             positions="megarl.models.qwen3_vl.positions:position_rule",
+            qk_norm=True,
             processor="Qwen3VLProcessor",
         ),
         Family(
@@ -74,6 +77,7 @@ FAMILIES = {
             architecture="Qwen3VLMoeForConditionalGeneration",
             model="megarl.models.qwen3_vl.model:Qwen3VL",
             positions="megarl.models.qwen3_vl.positions:position_rule",
+            qk_norm=True,
             processor="Qwen3VLProcessor",
         ),
         Family(
@@ -91,6 +95,7 @@ FAMILIES = {
             architecture="Qwen3ForCausalLM",
             model="megarl.models.text.model:TextModel",
             positions="megarl.models.text.positions:position_rule",
+            qk_norm=True,
             fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
         ),
         Family(

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl.check import PROJECTOR
+from megarl.memory import PROJECTOR
 from megarl.models.hf_config import family_of
 from megarl.verify.cases import Case, loss
 from megarl.verify.peers import CASES, Answers, Asked, answered
