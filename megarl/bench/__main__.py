@@ -6,8 +6,9 @@ engine, a plain PyTorch step (the same Hugging Face model, padded batch, torch's
 processor for media, a plain copy of as many bytes for the weights' way to the engine; for parallelism one process, and
 the same without the means that is measured.  Same weights, prompts, lengths and threads; each figure is the median of
 several rounds in which the two take turns.  For the memory of loading a checkpoint the peer is the rank's weights
-themselves, and for a whole GRPO step TRL's GRPOTrainer (`--only grpo`).  `--only sync` and `--only load` run on as many
-ranks as torchrun starts, in the recipe's layouts; everything else on one.
+themselves, for that of a GPU in rollout and training (`--only memory`) what `megarl.check` predicts, and for a whole
+GRPO step TRL's GRPOTrainer (`--only grpo`).  `--only sync` and `--only load` run on as many ranks as torchrun starts,
+in the recipe's layouts; everything else on one.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from megarl.platform import launch
 from megarl.platform.kernels import kernels
 from megarl.recipe import load_recipe
 
-PARTS = ("policy", "media", "scaling", "grpo", "sync", "load")
+PARTS = ("policy", "media", "scaling", "grpo", "memory", "sync", "load")
 _ON_ALL_RANKS = ("sync", "load")
 
 
@@ -31,7 +32,7 @@ def bench(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="megarl.bench", description=__doc__.splitlines()[0])
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--only", choices=PARTS, help="measure one part; default: all but grpo, sync and load")
+    parser.add_argument("--only", choices=PARTS, help="measure one part; default: all but grpo, memory, sync and load")
     parser.add_argument("--requests", default="1,16,64,512", help="concurrent requests, comma separated")
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -84,6 +85,10 @@ def bench(arguments: list[str]) -> None:
         from megarl.bench import grpo
 
         lines += grpo.measure(recipe, options, ceilings)
+    if options.only == "memory":
+        from megarl.bench import memory
+
+        lines += memory.measure(recipe, options)
     if options.only in (None, "media"):
         from megarl.bench import media
 
