@@ -20,6 +20,7 @@ from megarl.memory import (
     count_parameters,
     dtypes,
     estimate_memory,
+    head_size,
     kv_cache_blocks,
 )
 from megarl.models.families import FAMILIES
@@ -152,6 +153,17 @@ def check_lora(recipe: Recipe, config: "PreTrainedConfig") -> None:
         )
 
 
+def check_deterministic(config: "PreTrainedConfig", deterministic: bool) -> None:
+    """Refuses a model for which there are no kernels that give a token the same bits in every batch."""
+    size, why = head_size(config.get_text_config()), None
+    if FAMILIES[config.model_type].media:
+        why = f"a {config.model_type} sees, and its tower encodes the pictures of a batch together"
+    elif size & (size - 1):
+        why = f"a head of this {config.model_type} has {size} numbers, which is no power of two"
+    if deterministic and why:
+        raise UserError(f"deterministic = True: should be false, since {why}")
+
+
 def check_perception(algorithm: AlgorithmSection, config: "PreTrainedConfig") -> None:
     """Refuses to hide media from a model that sees none."""
     coefficient = algorithm.perception.coefficient
@@ -192,6 +204,7 @@ def refuse(recipe: Recipe, world_size: int) -> "PreTrainedConfig":
     check_context(config, recipe.parallel)
     check_experts(config, recipe.parallel)
     check_router_replay(config, recipe.algorithm.router_replay)
+    check_deterministic(config, recipe.deterministic)
     if recipe.rollout.parallel is not None:
         check_heads(config, recipe.engine_parallel.tensor_model_parallel_size, recipe.engines_key)
         check_experts(config, recipe.engine_parallel, recipe.engines_key)

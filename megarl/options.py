@@ -48,6 +48,7 @@ def model_options(recipe: Recipe) -> ModelOptions:
         freeze=tuple(recipe.model.freeze),
         router_replay=recipe.algorithm.router_replay,
         lora=lora_options(recipe),
+        deterministic=recipe.deterministic,
     )
 
 

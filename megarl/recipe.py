@@ -649,6 +649,9 @@ class Recipe(Section):
     """Go on with other data, or data prepared otherwise, than the run began with."""
     eval_only: bool = False
     """Evaluate what the run folder holds, its newest checkpoint or the initial model, and do nothing else."""
+    deterministic: bool = False
+    """Trainer and engine compute log-probabilities by kernels that give a token the same bits in every batch, and
+    gradients by algorithms that do from run to run: slower; for a dense model that reads text alone."""
     model: ModelSection
     """Weights and processor to start from."""
     parallel: ParallelSection = ParallelSection()
@@ -936,6 +939,7 @@ def _conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         "a row must hold the longest sample",
     )
     yield from _partial_conflicts(r)
+    yield from _deterministic_conflicts(r)
     yield (
         r.steps > 0 and r.optimizer.warmup_steps > r.total_updates,
         "optimizer.warmup_steps steps algorithm.epochs algorithm.minibatches",
@@ -968,6 +972,28 @@ def _partial_conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
         ),
     ):
         yield given, f"rollout.partial.extra_prompts algorithm.{key}", why
+
+
+def _deterministic_conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:
+    """Of what trainer and engine were not proved to compute alike to the last bit."""
+    if not r.deterministic:
+        return
+    for axis in ("tensor_model", "context", "expert_model", "expert_tensor"):
+        key = f"parallel.{axis}_parallel_size"
+        yield getattr(r.parallel, f"{axis}_parallel_size") > 1, f"deterministic {key}", "ranks add up in another order"
+    for key, given in (("parallel", r.rollout.parallel is not None), ("quantization", r.rollout.quantization)):
+        yield (
+            given,
+            f"deterministic rollout.{key}",
+            "engine and trainer would compute with other weights: should be null",
+        )
+    yield (
+        r.model.lora is not None,
+        "deterministic model.lora",
+        "weights with adapters merged round otherwise than both apart: should be null",
+    )
+    for key, given in (("top_p", r.rollout.top_p < 1), ("top_k", r.rollout.top_k > 0)):
+        yield given, f"deterministic rollout.{key}", "the trainer does not know what was cut off"
 
 
 def _engine_conflicts(r: Recipe) -> Iterator[tuple[bool, str, str]]:

@@ -15,6 +15,7 @@ from megarl.models.hf_config import hf_config
 from megarl.recipe import ParallelSection, Recipe, load_recipe
 
 DIGITS = str(Path(__file__).parent.parent / "recipes" / "digits.yaml")
+LARGEST_DIGIT = str(Path(DIGITS).with_name("largest_digit.yaml"))
 
 
 def digits(*overrides: str) -> Recipe:
@@ -215,7 +216,7 @@ def test_refusal(capsys, arguments, message):
     ],
 )
 def test_refusal_of_a_model_without_a_tower(capsys, overrides, message):
-    assert main([str(Path(DIGITS).with_name("largest_digit.yaml")), *overrides, "--world-size", "8"]) == 2
+    assert main([LARGEST_DIGIT, *overrides, "--world-size", "8"]) == 2
     out, error = capsys.readouterr()
     assert (out, error) == ("", f"megarl: error: {message}\n")
 
@@ -230,7 +231,7 @@ def test_report_of_a_kv_cache_of_what_is_left(capsys):
 def test_report_of_a_model_without_a_tower(capsys):
     """139,648 parameters: two embeddings of 128 x 64; in each of 2 layers 4 + 2 + 2 heads of 16 and back (64 x 192),
     3 x 64 x 256 in the MLP and norms of 2 x 64 + 2 x 16; a final norm of 64."""
-    assert main([str(Path(DIGITS).with_name("largest_digit.yaml"))]) == 0
+    assert main([LARGEST_DIGIT]) == 0
     assert "parameters   139,648: vision 0, projector 0, language 139,648\n" in capsys.readouterr().out
 
 
@@ -354,6 +355,16 @@ def test_a_dense_model_has_no_routers(capsys, mixture):
     )
 
 
+def test_what_has_no_kernels_of_one_order(capsys):
+    assert main([DIGITS, "deterministic=true"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "megarl: error: deterministic = True: should be false, since a qwen3_vl sees"
+    )
+    assert main([LARGEST_DIGIT, "deterministic=true", "model.config.head_dim=24"]) == 2
+    assert capsys.readouterr().err.endswith("since a head of this qwen3 has 24 numbers, which is no power of two\n")
+    assert main([LARGEST_DIGIT, "model.config.head_dim=24"]) == 0
+
+
 def test_report_of_rollouts_in_a_layout_of_their_own(capsys):
     assert main([DIGITS, "--world-size", "4", "rollout.parallel.tensor_model_parallel_size=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -407,7 +418,7 @@ def test_a_reference_of_other_sizes_is_refused(tmp_path, config):
 )
 def test_a_reference_that_reads_text_alone(tmp_path, key, value):
     """Its sizes stand at the top of its configuration."""
-    values = load_recipe(str(Path(DIGITS).with_name("largest_digit.yaml"))).model.config
+    values = load_recipe(LARGEST_DIGIT).model.config
     ours = hf_config(None, values)
     hf_config(None, {**values, key: value}).save_pretrained(tmp_path)
     assert getattr(ours, key) != value

@@ -218,7 +218,8 @@ def test_memory_with_a_frozen_tower(config):
 
 
 def test_logits_of_a_large_vocabulary(config):
-    """Those of a whole row in bfloat16; the output layer's gradient.  In the engine, 512 in bfloat16, twice in float32 and once in float64."""
+    """Those of a whole row in bfloat16; the output layer's gradient.  In the engine, 512 in bfloat16, twice in float32
+    and once in float64."""
     recipe = load_recipe(Path(DIGITS).with_name("bench_1.7b.yaml"))
     config = hf_config(None, recipe.model.config)
     layer = 4 * 2048 + 3 * 2048 + 3 * 1024 + 3 * 6144

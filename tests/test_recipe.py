@@ -654,6 +654,46 @@ TINY = "model.tiny_processor"
         ),
         (
             MINIMAL,
+            ["deterministic=true", "parallel.tensor_model_parallel_size=2"],
+            "deterministic = True, parallel.tensor_model_parallel_size = 2: ranks add up",
+        ),
+        (
+            MINIMAL,
+            ["deterministic=true", "parallel.context_parallel_size=2"],
+            "deterministic = True, parallel.context_parallel_size = 2: ranks add up",
+        ),
+        (
+            MINIMAL,
+            ["deterministic=true", "parallel.expert_model_parallel_size=2"],
+            "deterministic = True, parallel.expert_model_parallel_size = 2: ranks add up",
+        ),
+        (
+            MINIMAL,
+            ["deterministic=true", "rollout.parallel.tensor_model_parallel_size=2"],
+            "deterministic = True, rollout.parallel = {'tensor_model_parallel_size': 2, ",
+        ),
+        (
+            MINIMAL,
+            ["deterministic=true", "rollout.quantization.format=int8"],
+            "deterministic = True, rollout.quantization = {'format': 'int8', ",
+        ),
+        (
+            MINIMAL,
+            ["deterministic=true", "model.lora.rank=2"],
+            "deterministic = True, model.lora = {'rank': 2, ",
+        ),
+        (
+            MINIMAL,
+            ["deterministic=true", "rollout.top_p=0.9"],
+            "deterministic = True, rollout.top_p = 0.9: the trainer does not know",
+        ),
+        (
+            MINIMAL,
+            ["deterministic=true", "rollout.top_k=5"],
+            "deterministic = True, rollout.top_k = 5: the trainer does not know",
+        ),
+        (
+            MINIMAL,
             ["algorithm={router_replay: true, perception: {coefficient: 0.01}}"],
             "algorithm.router_replay = True, algorithm.perception.coefficient = 0.01: the engine chose its experts ",
         ),

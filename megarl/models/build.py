@@ -17,12 +17,14 @@ from safetensors import SafetensorError
 
 from megarl.data.folder import replaced_folder
 from megarl.errors import UserError, one_line
+from megarl.models import invariant as invariant_modules
 from megarl.models.families import Family
 from megarl.models.hf_config import family_of
 from megarl.models.lora import Adapters, LoraOptions
 from megarl.models.router_replay import install
 from megarl.models.shard_writer import ShardWriter
 from megarl.models.weight_files import check_weights
+from megarl.platform.invariant import settle_torch
 from megarl.platform.kernels import kernels
 
 
@@ -48,6 +50,8 @@ class ModelOptions:
     """Record the experts of each token in the engine, and replay them in training."""
     lora: LoraOptions | None = None
     """Train adapters of the language model in place of its weights."""
+    deterministic: bool = False
+    """Trainer and engine compute the same bits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +121,12 @@ def empty_copy(policy: Policy, folder: Path, options: ModelOptions, groups: Proc
 
 
 def _model(family: Family, bridge: AutoBridge, options: ModelOptions, groups: ProcessGroupCollection | None = None):
+    if options.deterministic:
+        settle_torch()
     model = family.load("model")(_megatron_config(bridge, options), groups)
     model = model.to("cuda" if kernels().gpu else "cpu", options.dtype)
+    if options.deterministic:
+        invariant_modules.install(model)
     if options.router_replay:
         install(model)
     return model
@@ -177,6 +185,8 @@ def _megatron_config(bridge: AutoBridge, options: ModelOptions):
         settings.update(bias_activation_fusion=True)
     if config.num_moe_experts:
         settings.update(_mixture_settings(options))
+    if options.deterministic:
+        settings.update(invariant_modules.settings())
     for name, value in settings.items():
         setattr(config, name, value)
     config.finalize()

@@ -4,7 +4,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -354,7 +354,7 @@ class RolloutEngine:
         prompt_of_request = torch.arange(len(prompts)).repeat_interleave(group_size)
         if prompts:
             self._context.prompts = build_prompt_table(prompts, prompt_of_request, self.model.merge_size)
-        self._sampler.options = options
+        self._sampler.options = replace(options, invariant=self.model.language_model.config.deterministic_mode)
         # Keys may have 64 bits, of which int64 calls the last one a sign.
         self._sampler.keys = group_keys(torch.from_numpy(np.array(keys, dtype=np.uint64).view(np.int64)), group_size)
         if self._context.routing is not None:

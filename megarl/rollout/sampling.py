@@ -13,6 +13,8 @@ import torch
 from megatron.core.inference.sampling.base import Sampling
 from torch import Tensor
 
+from megarl.platform.invariant import log_softmax
+
 
 @dataclass(frozen=True)
 class SamplingOptions:
@@ -25,6 +27,8 @@ class SamplingOptions:
     """Smallest set of tokens with this probability is kept; 1 keeps all."""
     top_k: int = 0
     """Most probable tokens kept; 0 keeps all."""
+    invariant: bool = False
+    """The log-probability of a token has the same bits in every batch: for the engine to say, which has the model."""
 
 
 def named_key(*parts: int | str) -> int:
@@ -90,7 +94,7 @@ def filtered_log_probs(logits: Tensor, options: SamplingOptions) -> Tensor:
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
         cut = torch.zeros_like(before, dtype=torch.bool).scatter(1, order, before >= options.top_p)
         log_probs = log_probs.masked_fill(cut, -torch.inf)
-    return log_probs.log_softmax(-1)
+    return log_softmax(log_probs) if options.invariant else log_probs.log_softmax(-1)
 
 
 def draw(log_probs: Tensor, uniforms: Tensor | None) -> Tensor:
@@ -115,7 +119,8 @@ def sample(logits: Tensor, uniforms: Tensor, options: SamplingOptions) -> tuple[
     Returns:
         Tokens int64 `[n]`; their log-probabilities float32 `[n]`.
     """
-    if logits.is_cuda and options.temperature and options.top_p == 1.0 and not options.top_k:
+    whole = options.top_p == 1.0 and not options.top_k
+    if logits.is_cuda and options.temperature and whole and not options.invariant:
         from megarl.platform.draw_kernel import draw_tempered  # Triton is there where a GPU is
 
         return draw_tempered(logits, uniforms, options.temperature)

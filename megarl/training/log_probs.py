@@ -14,10 +14,15 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from megarl.parallel import context as cp
+from megarl.platform import invariant
 from megarl.platform.to_device import to_device
 from megarl.training.softmax_passes import passes
+
+_INVARIANT_CHUNK = 1024
+"""Places whose logits, in float32, exist at the same time where a recipe with `deterministic` does not say."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +59,15 @@ def token_log_probs(
         # Each rank's vocabulary gives a part of the gradient; the gather above sums it otherwise.
         hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
     targets = to_device(context.targets[mine], device)
-    out = _LogProbs.apply(hidden, weight, targets, context.temperature, context.chunk, group)
+    if config.deterministic_mode:
+        chunk = context.chunk or _INVARIANT_CHUNK
+        parts = [
+            checkpoint(invariant.log_probs, h, weight, t, context.temperature, use_reentrant=False)
+            for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
+        ]
+        out = torch.cat(parts, 1)
+    else:
+        out = _LogProbs.apply(hidden, weight, targets, context.temperature, context.chunk, group)
     gathered = cp.gather_uneven(out, counts)
     return torch.empty_like(gathered).index_copy(1, to_device(order, device), gathered)
 

@@ -44,7 +44,7 @@ def _from_hidden_states(temperature, chunk, sequence_parallel):
         hidden_states=part,
         output_layer=SimpleNamespace(weight=share, tp_group=group),
         output_weight=None,
-        config=SimpleNamespace(sequence_parallel=sequence_parallel),
+        config=SimpleNamespace(sequence_parallel=sequence_parallel, deterministic_mode=False),
         context=log_probs.LogProbRequest(predictors, targets, temperature, chunk),
     )
     (out * _combination()).sum().backward()
@@ -92,7 +92,7 @@ def test_large_logits():
         hidden_states=hidden * 1e4,
         output_layer=SimpleNamespace(weight=weight, tp_group=parallel_state.get_tensor_model_parallel_group()),
         output_weight=None,
-        config=SimpleNamespace(sequence_parallel=False),
+        config=SimpleNamespace(sequence_parallel=False, deterministic_mode=False),
         context=log_probs.LogProbRequest(predictors, targets, 1.0, 7),
     )
     torch.testing.assert_close(out, torch.zeros(2, PLACES))
