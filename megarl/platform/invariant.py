@@ -29,6 +29,7 @@ def settle_torch() -> None:
     """The process's torch chooses algorithms that give the same bits from run to run, where it has them; to be called
     before the first matrix product on a GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # or Megatron builds no transformer-engine layers
     torch.use_deterministic_algorithms(True, warn_only=True)  # a scan over the vocabulary has no other algorithm
     torch.utils.deterministic.fill_uninitialized_memory = False
     warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")

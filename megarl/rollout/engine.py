@@ -361,14 +361,13 @@ class RolloutEngine:
             self._context.routing.begin()
         self._engine.controller.begin(options.stop_ids)
         self._engine.begin(len(prompts) * group_size, options.max_new_tokens)
-        ids = [prompt.ids.to(self._device) for prompt in prompts]
         hashes = [self._hashes(prompt) for prompt in prompts]
         for request in _in_order(len(prompts), group_size, self._options.max_requests):
             index = request // group_size
             self._engine._add_request(
                 DynamicInferenceRequest(
                     request_id=request,
-                    prompt_tokens=ids[index],
+                    prompt_tokens=prompts[index].ids,  # on the CPU, as the context's own bookkeeping
                     sampling_params=SamplingParams(
                         num_tokens_to_generate=options.max_new_tokens,
                         termination_id=-1,
@@ -380,7 +379,7 @@ class RolloutEngine:
             )
             if self._engine.failed_request_ids:
                 raise RuntimeError(
-                    f"the engine has no room for a prompt of {len(ids[index])} tokens and {options.max_new_tokens} new "
+                    f"the engine has no room for a prompt of {prompts[index].ids.numel()} tokens and {options.max_new_tokens} new "
                     f"ones: {self._options}"
                 )
 
