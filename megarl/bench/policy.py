@@ -1,6 +1,7 @@
 """Engine, trainer and vision tower against transformers, and what it takes to start and to hand over the weights."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import megarl.platform.prepare  # noqa: F401
@@ -14,9 +15,9 @@ from megarl.bench.peer import Peer
 from megarl.bench.profile import profile
 from megarl.bench.prompts import media_prompt, noise_item, text_prompt
 from megarl.errors import UserError
-from megarl.media.item import EncodedPrompt
+from megarl.media.item import EncodedPrompt, MediaItem
 from megarl.models.build import load_policy
-from megarl.options import model_options, rl_optimizer
+from megarl.options import engine_options, model_options, rl_optimizer
 from megarl.packing.rows import TokenSequence, pack
 from megarl.rollout.engine import EngineOptions, RolloutEngine
 from megarl.rollout.sampling import SamplingOptions
@@ -34,10 +35,12 @@ _PROFILED_TOKENS = 32
 def measure(recipe, options, ceilings: Ceilings) -> list[Line]:
     """All lines, for the recipe's model; prints the profiles, where they are asked for."""
     sides = Sides(recipe, options, ceilings)
-    lines = [Line("engine, start", "s", sides.start_seconds)]
+    lines = [Line("engine, start and the first steps of each size", "s", sides.start_seconds)]
     lines += [sides.decode(count) for count in sides.requests]
+    lines += [sides.decode_groups(count) for count in sides.requests if count % _GROUP == 0]
     lines += [sides.prefill(), sides.shared_prefill()]
     if sides.model.tower_config is not None:
+        lines += [sides.decode_pictures(count) for count in sides.requests if count % _GROUP == 0]
         lines += [sides.encoding(), sides.encodes()]
     lines.append(sides.training_step())
     lines.append(Line("weights change hands", "ms", 1e3 * median_seconds(sides.engine.weights_changed, 20), floor=0.0))
@@ -64,20 +67,21 @@ class Sides:
         self.temperature = recipe.rollout.scoring_temperature
         self._trainer = Trainer(policy.model, self.temperature, recipe.training.log_prob_chunk)
         self._trainer.begin(rl_optimizer(recipe))
-        longest = max(options.prompt_tokens + options.new_tokens, recipe.data.max_prompt_tokens + 1)
-        sizes = EngineOptions(
+        picture = 0 if policy.model.tower_config is None else _PICTURE_SIDE**2
+        longest = max(picture + options.prompt_tokens + options.new_tokens, recipe.data.max_prompt_tokens + 1)
+        sizes = replace(
+            engine_options(recipe),
             max_requests=max(*self.requests, _GROUP),
             max_tokens_per_step=max(recipe.rollout.max_tokens_per_step, *self.requests),
             max_sequence_length=longest,
-            kv_cache_gb=recipe.rollout.kv_cache_gb,
-            block_size_tokens=recipe.rollout.block_size_tokens,
-            cuda_graphs=settings.cuda_graphs,
         )
         self.start_seconds = timed(lambda: self._start(sizes))
-        """Of the engine, the capture of its CUDA graphs included."""
+        """Of the engine, the capture of CUDA graphs and the compilation of kernels included."""
 
     def _start(self, sizes: EngineOptions) -> None:
         self.engine = RolloutEngine(self.model, sizes, as_sampled=self.policy.as_sampled)
+        for count in self.requests:
+            self.generate(self.prompts(count, self.options.prompt_tokens), 2)
 
     def prompts(self, count: int, tokens: int) -> list[EncodedPrompt]:
         """Distinct ones."""
@@ -103,6 +107,37 @@ class Sides:
         )
         ours, theirs, floor = (count * new / s for s in (*seconds, self.floors.generation(count, length, new)))
         return Line(f"decode, {count} request(s)", "tokens/s", ours, theirs, floor)
+
+    def decode_groups(self, count: int) -> Line:
+        """As GRPO asks for them: the rollouts of a group share their prompt."""
+        length, new = self.options.prompt_tokens, self.options.new_tokens
+        prompts = self.prompts(count // _GROUP, length)
+        seconds = self._alone(lambda: self.generate(prompts, new, _GROUP))
+        floor = self.floors.generation(count, length, new, of_a_prompt=_GROUP)
+        name = f"decode, {count} request(s) in groups of {_GROUP}"
+        return Line(name, "tokens/s", count * new / seconds, floor=count * new / floor)
+
+    def decode_pictures(self, count: int) -> Line:
+        """Likewise, and each group sees a picture of its own before the prompt."""
+        length, new = self.options.prompt_tokens, self.options.new_tokens
+        items = self._pictures(count // _GROUP)
+        prompts = [media_prompt(item, length, self.model) for item in items]
+        seconds = self._alone(lambda: self.generate(prompts, new, _GROUP))
+        whole = prompts[0].ids.numel()
+        floor = self.floors.generation(count, whole, new, of_a_prompt=_GROUP) + self.floors.encoding(items)
+        name = f"decode, {count} request(s) in groups of {_GROUP}, a picture of {whole - length} tokens each"
+        return Line(name, "tokens/s", count * new / seconds, floor=count * new / floor)
+
+    def _alone(self, call: Callable) -> float:
+        """Median seconds, after one round to warm up."""
+        call()
+        return median_seconds(call, self.options.rounds)
+
+    def _pictures(self, count: int) -> list[MediaItem]:
+        """Of noise, prepared."""
+        side = _PICTURE_SIDE * self.model.merge_size
+        vision = self.policy.bridge.hf_pretrained.config.vision_config
+        return [noise_item(f"picture {number}", (1, side, side), vision) for number in range(count)]
 
     def prefill(self) -> Line:
         """Prompts of the recipe's longest, and one new token of each."""
@@ -133,16 +168,20 @@ class Sides:
     @torch.no_grad()
     def encoding(self) -> Line:
         """Pictures through the vision tower, from prepared pixels in main memory to features."""
-        side = _PICTURE_SIDE * self.model.merge_size
-        vision = self.policy.bridge.hf_pretrained.config.vision_config
-        items = [noise_item(f"picture {number}", (1, side, side), vision) for number in range(_PICTURES)]
+        items = self._pictures(_PICTURES)
         pixels = torch.cat([item.pixels for item in items])
         grids = torch.tensor([item.grid for item in items])
         seconds = turns(
             lambda: self.model.encode(pixels, grids), lambda: self.peer.encode(pixels, grids), self.options.rounds
         )
         ours, theirs, floor = (len(pixels) / s for s in (*seconds, self.floors.encoding(items)))
-        return Line(f"vision tower, {_PICTURES} pictures of {side} x {side} patches", "patches/s", ours, theirs, floor)
+        return Line(
+            f"vision tower, {_PICTURES} pictures of {len(pixels) // _PICTURES} patches",
+            "patches/s",
+            ours,
+            theirs,
+            floor,
+        )
 
     def encodes(self) -> Line:
         """16 rollouts of each of 8 prompts, every two of which show the same picture; two calls, as a step and an
@@ -151,7 +190,7 @@ class Sides:
         prompts = []
         for picture in range(4):
             vision = self.policy.bridge.hf_pretrained.config.vision_config
-            item = noise_item(f"picture {picture}", (1, side, side), vision)
+            item = noise_item(f"small picture {picture}", (1, side, side), vision)
             prompts += [media_prompt(item, self.options.prompt_tokens, self.model) for _ in range(2)]
         encoded, asked = self.engine.features.encoded, self.engine.asked
         for _ in range(2):

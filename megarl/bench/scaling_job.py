@@ -7,7 +7,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import megarl.platform.prepare  # noqa: F401
@@ -160,8 +160,7 @@ def main(arguments: list[str]) -> None:
     check_world(recipe, launch.world_size())
     launch.start(recipe.parallel.sizes, recipe.seed, cuda_graphs=False)
     torch.set_num_threads(1)  # what is compared is the number of processes
-    options = replace(model_options(recipe), cuda_graphs=False)  # nothing is sampled
-    policy = load_policy(prepare_checkpoint(recipe, Path(recipe.run_dir)), options)
+    policy = load_policy(prepare_checkpoint(recipe, Path(recipe.run_dir)), model_options(recipe))
     trainer = Trainer(policy.model, recipe.rollout.scoring_temperature, recipe.training.log_prob_chunk)
     trainer.begin(rl_optimizer(recipe))
     measured = measure(policy, trainer, recipe.training.tokens_per_row, int(rounds))

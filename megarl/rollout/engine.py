@@ -367,7 +367,7 @@ class RolloutEngine:
             self._engine._add_request(
                 DynamicInferenceRequest(
                     request_id=request,
-                    prompt_tokens=prompts[index].ids,  # on the CPU, as the context's own bookkeeping
+                    prompt_tokens=prompts[index].ids,  # on the CPU, as the context's own bookkeeping is
                     sampling_params=SamplingParams(
                         num_tokens_to_generate=options.max_new_tokens,
                         termination_id=-1,
@@ -378,9 +378,10 @@ class RolloutEngine:
                 )
             )
             if self._engine.failed_request_ids:
+                tokens = prompts[index].ids.numel()
                 raise RuntimeError(
-                    f"the engine has no room for a prompt of {prompts[index].ids.numel()} tokens and {options.max_new_tokens} new "
-                    f"ones: {self._options}"
+                    f"the engine has no room for a prompt of {tokens} tokens and {options.max_new_tokens} new ones: "
+                    f"{self._options}"
                 )
 
     def _hashes(self, prompt: EncodedPrompt) -> list[int]:
