@@ -281,7 +281,7 @@ def _rollout_activations(recipe: Recipe, config: "PreTrainedConfig", item: int) 
     language, vision = layer_stacks(config)
     size = engine.tensor_model_parallel_size
     parts = [
-        sampling(rollout.max_requests, config.get_text_config().vocab_size // size, item),
+        sampling(rollout.max_requests, config.get_text_config().vocab_size, item),  # gathered over the ranks
         layer_activations(language, rollout.max_tokens_per_step, item, size, engine.sequence_parallel),
     ]
     if vision is None:

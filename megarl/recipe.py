@@ -519,8 +519,8 @@ class RolloutSection(Section):
     """Tokens in one forward pass of the engine, a multiple of 64."""
     kv_cache_gb: PositiveFloat | None = 0.25
     """Size of the KV cache of a rank in GiB; null: what all else, as `megarl.check` predicts it, leaves of a GPU."""
-    block_size_tokens: PositiveInt = 64
-    """Tokens in a block of the KV cache; also the grain of prefix caching."""
+    block_size_tokens: Annotated[int, Field(gt=0, multiple_of=16)] = 64
+    """Tokens in a block of the KV cache, a multiple of 16; also the grain of prefix caching."""
     enable_prefix_caching: bool = True
     """Share the KV blocks of equal prefixes, such as the prompts of a group."""
     enable_chunked_prefill: bool = True

@@ -288,6 +288,7 @@ def test_missing_key_says_what_it_is(write):
         ("rollout.cuda_graphs=1", "should be a valid boolean"),
         ("rollout.top_p=0", "should be greater than 0"),
         ("rollout.max_tokens_per_step=4097", "should be a multiple of 64"),
+        ("rollout.block_size_tokens=8", "should be a multiple of 16"),
         ("algorithm.group_size=1", "should be greater than or equal to 2"),
         (
             "algorithm.advantage=gae",

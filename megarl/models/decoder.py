@@ -13,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megarl.models.decode_attention import DecodeContext, decode
@@ -85,6 +86,18 @@ class DualSelfAttention(SelfAttention):
         )
 
 
+class PolicyLayer(TransformerLayer):
+    """Computes its MLP again (`training.recompute: selective`) where there is a backward pass: not in the engine."""
+
+    @property
+    def recompute_mlp(self) -> bool:
+        return self._recompute_mlp and torch.is_grad_enabled()
+
+    @recompute_mlp.setter
+    def recompute_mlp(self, value: bool) -> None:
+        self._recompute_mlp = value
+
+
 def language_block_spec(config) -> TransformerBlockSubmodules:
     """The decoder's layers.  A block spec, because Bridge overwrites the attention class of a layer spec."""
     if kernels().te:
@@ -107,6 +120,7 @@ def language_block_spec(config) -> TransformerBlockSubmodules:
             attention.q_layernorm = attention.k_layernorm = Norm
     if config.context_parallel_size > 1 and config.cp_comm_type != "p2p":  # a ring is transformer-engine's own
         attention.core_attention = ulysses(attention.core_attention)
+    layer.module = PolicyLayer
     layer.submodules.self_attention.module = DualSelfAttention
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=Norm)
 

@@ -8,7 +8,6 @@ killed its siblings on the machine say so.
 """
 
 import contextlib
-import gc
 import os
 import signal
 import sys
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import CheckFailed, UserError
+from megarl.platform.graphs import drop_graphs
 from megarl.platform.kernels import kernels
 
 USER_ERROR, BUG = 2, 1
@@ -70,17 +70,9 @@ def command(body: Callable[[list[str]], None], arguments: list[str]) -> int:
     finally:
         watch.close()
     if dist.is_initialized():
-        _drop_cuda_graphs()
+        drop_graphs()
         dist.destroy_process_group()
     return 0
-
-
-def _drop_cuda_graphs() -> None:
-    """NCCL does not let go of a communicator while a graph holds its collectives, as under tensor parallelism: engines
-    that nobody has any more, and their graphs, are let go first."""
-    gc.collect()
-    if kernels().gpu:
-        torch.cuda.synchronize()
 
 
 def connect(seconds: float = 60.0) -> dist.TCPStore:

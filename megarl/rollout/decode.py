@@ -12,11 +12,14 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.inference import utils
+from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor
 
 from megarl.models.decode_attention import DecodeContext
 from megarl.parallel import experts
+from megarl.platform.graphs import captured
 from megarl.platform.kernels import kernels
 from megarl.rollout.sampling import SamplingOptions, sample, uniform
 
@@ -117,7 +120,7 @@ class DecodeRun:
         self._device = context.memory_buffer.device
         self._dummy = context.kv_block_allocator.dummy_block_idx
         self._step_context = DecodeContext(context.memory_buffer, context.layer_map, self._dummy)
-        rows = self._padded(context.max_requests)
+        self._most_rows = rows = self._padded(context.max_requests)
         self._requests = Requests.empty(rows, context.request_to_kv_block_ids.shape[1], self._device)
         self._at = torch.zeros(1, dtype=torch.long, device=self._device)
         self._tokens = torch.zeros((self.most_steps, rows), dtype=torch.long, device=self._device)
@@ -145,7 +148,7 @@ class DecodeRun:
             What was sampled; and bool `[n]`: which requests go on.
         """
         n = packed.shape[1]
-        rows = self._padded(rows)
+        rows = min(self._padded(rows), self._most_rows)
         step = self._step_of(rows, options)
         requests = self._requests.first(rows)
         self._clear(requests)
@@ -182,8 +185,9 @@ class DecodeRun:
         self._at.zero_()
 
     def _padded(self, n: int) -> int:
-        """Few sizes, each at most a quarter too large."""
-        step = max(self._multiple, 8 if n > 8 else 1, (1 << n.bit_length()) >> 3) if self._graphs is not None else 1
+        """Of graphs few sizes: from 16 rows on each is at most a quarter too large, for which a step hardly takes
+        longer."""
+        step = max(4 if n > 4 else 1, (1 << n.bit_length()) >> 3) if self._graphs is not None else 1
         step = -(-step // self._multiple) * self._multiple
         return -(-n // step) * step
 
@@ -209,7 +213,8 @@ class DecodeRun:
                 step()  # kernels are compiled and workspaces made outside of the graph
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            captured.add(graph)
+            with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"), _own_scratch():
                 step()
         self._pool = graph.pool()
         self._read.append(step)
@@ -232,6 +237,17 @@ class DecodeRun:
         places.add_(live)
         self._alive.index_copy_(0, self._at, live.sum()[None])
         self._at.add_(1)
+
+
+@contextmanager
+def _own_scratch() -> Iterator[None]:
+    """Inside, what Megatron gathers under sequence parallelism lies in memory of the graph: its scratch buffer grows
+    and is cleared, and a graph would go on writing where it was."""
+    before, parallel_state._GLOBAL_MEMORY_BUFFER = parallel_state._GLOBAL_MEMORY_BUFFER, GlobalMemoryBuffer()
+    try:
+        yield
+    finally:
+        parallel_state._GLOBAL_MEMORY_BUFFER = before
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from tests.distributed import TP1, TP2_SP, lazy
 
 policies = lazy("tests.policies")
 engines = lazy("megarl.rollout.engine")
+sequence = lazy("megarl.packing.rows")
 
 
 @pytest.mark.parametrize("layout", [TP1, TP2_SP], ids=str)
@@ -92,3 +93,38 @@ def _tokens_of_prompts(checkpoint, prompts):
 def test_order_of_requests():
     assert list(engines._in_order(5, 2, 4)) == [0, 2, 1, 3, 4, 6, 5, 7, 8, 9]
     assert list(engines._in_order(2, 3, 2)) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.ranks(1)
+def test_sizes_of_graphs(checkpoint):
+    """Few, none too small, and from 16 rows on none a quarter too large."""
+    engine = policies.engine(policies.policy(checkpoint).model)
+    decode = engine._engine.controller.decode
+    decode._graphs = {}
+    for multiple in (1, 2, 8):
+        decode._multiple = multiple
+        sizes = {n: decode._padded(n) for n in range(1, 1025)}
+        assert all(n <= size < n + max(n / 4, 4, multiple) + 1 and size % multiple == 0 for n, size in sizes.items())
+        assert len(set(sizes.values())) < 45
+
+
+def test_recomputed_mlps(ranks, checkpoint, prompts):
+    """`selective` computes MLPs again in a backward pass; the engine's steps and scoring go through them once."""
+    (calls,) = ranks.run(_calls_of_an_mlp, checkpoint, prompts["text"])
+    assert calls == {"engine": 4, "scoring": 1, "training": 2}
+
+
+def _calls_of_an_mlp(checkpoint, prompt):
+    policy = policies.policy(checkpoint, recompute="selective")
+    trainer, engine = policies.trainer(policy.model), policies.engine(policy.model)
+    layer, calls, seen = policy.model.language_model.decoder.layers[0], {}, []
+    assert layer._recompute_mlp
+    layer.mlp.register_forward_pre_hook(lambda *_: seen.append(1))
+    ((rollout,),) = engine.generate([prompt], policies.sampling(4, ()))
+    sequences = [sequence.TokenSequence(rollout.prompt, rollout.ids)]
+    for name, call in [("engine", None), ("scoring", policies.score), ("training", policies.one_update)]:
+        if call is not None:
+            call(trainer, sequences)
+        calls[name] = len(seen)
+        seen.clear()
+    return calls

@@ -34,7 +34,7 @@ def recipe(tmp_path_factory):
         "extends": str(ROOT / "recipes" / "mixed.yaml"),
         "run_dir": str(folder / "run"),
         "data": {"path": str(folder / "data")},
-        "rollout": {"block_size_tokens": 8},
+        "rollout": {"block_size_tokens": 16},
     }
     path = folder / "verify.yaml"
     path.write_text(yaml.safe_dump(values))

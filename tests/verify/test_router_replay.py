@@ -30,7 +30,7 @@ def recipe(tmp_path_factory, mixture_checkpoint):
         "warmup": None,
         "model": {"path": str(mixture_checkpoint), "config": None, "tiny_processor": None, "init_std": None},
         "data": {"path": str(folder / "data")},
-        "rollout": {"block_size_tokens": 8},
+        "rollout": {"block_size_tokens": 16},
         "algorithm": {"prompts_per_step": 4, "group_size": 2, "router_replay": True, "kl_coefficient": 0.1},
         "optimizer": {"warmup_steps": 0},
         "evaluation": {"every": 0, "max_prompts": 4},

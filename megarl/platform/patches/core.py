@@ -223,7 +223,8 @@ PATCHES = [
     ),
     Patch(
         "swiglu-kernels",
-        "the fused SwiGLU is compiled by torch again for new numbers of tokens: seconds for each size of a decode step",
+        "the fused SwiGLU of a dense layer is compiled by torch again for new numbers of tokens: seconds for each "
+        "size of a decode step",
         CORE,
         "megatron/core/fusions/fused_bias_swiglu.py",
         "return F.silu(y_1) * y_2",
