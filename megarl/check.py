@@ -258,6 +258,7 @@ def report(recipe: Recipe, world_size: int) -> str:
         ("activations, training", "activations_training"),
         ("peak, rollout", "rollout_peak"),
         ("peak, training", "training_peak"),
+        *[("on the host: optimizer", "state_snapshot")] * (recipe.training.offload == "optimizer"),
         ("on the host: reference", "reference_snapshot"),
         *[("on the host: under LoRA", "merge_snapshot")] * (recipe.model.lora is not None),
     ):

@@ -80,8 +80,10 @@ class Memory:
     """Of the engine's own copy, where it has one."""
     gradients: int
     optimizer_state: int
+    state_snapshot: int
+    """In the host's memory: of the optimizer's state, while rollouts are sampled without it and without gradients."""
     reference_snapshot: int
-    """In the host's memory."""
+    """Likewise."""
     merge_snapshot: int
     """Likewise: of the weights that adapters are added to."""
     kv_cache: int
@@ -90,16 +92,19 @@ class Memory:
 
     @property
     def held(self) -> int:
-        """Kept through both phases."""
+        """Kept through both phases, unless it is offloaded."""
         weights = self.weights + self.engine_weights
         return weights + self.gradients + self.optimizer_state + self.kv_cache
 
     @property
     def rollout_peak(self) -> int:
-        return self.held + self.activations_rollout
+        offloaded = self.gradients + self.state_snapshot if self.state_snapshot else 0
+        return self.held - offloaded + self.activations_rollout
 
     @property
     def training_peak(self) -> int:
+        """With the KV cache, whose addresses are in the engine's CUDA graphs: what is offloaded makes no room for a
+        larger one where this is the larger peak."""
         return self.held + self.activations_training
 
 
@@ -266,6 +271,7 @@ def estimate_memory(
         engine_weights=_engine_weights(recipe, config, item * sum(parameters.on_a_rank(engine, split_tower))),
         gradients=4 * trained,
         optimizer_state=state,
+        state_snapshot=state if recipe.training.offload == "optimizer" else 0,
         reference_snapshot=_reference(recipe, item * shard, item * trained),
         merge_snapshot=item * adapted_weights(config, recipe.model.lora) // tensor_parallel,
         kv_cache=_kv_cache(recipe, config, dtype),

@@ -560,6 +560,9 @@ class TrainingSection(Section):
     log_prob_chunk: PositiveInt | None = None
     """Tokens whose logits exist at a time; those of a row with more are made again in the backward pass. null: all of a
     row's."""
+    offload: Literal["none", "optimizer"] = "none"
+    """What leaves the GPU while rollouts are sampled: nothing, or the optimizer's state, for page-locked memory of the
+    host, and the gradients, which are made anew."""
 
 
 class OptimizerSection(Section):

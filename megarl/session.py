@@ -213,6 +213,7 @@ class Session:
         """The groups of a step that this rank offers to those that train, by their places in its batch; None on all
         ranks where one was interrupted.  Collective."""
         run = self.run
+        self._make_room()
         if self._partial is not None:
             found = self._partial.step(step)
             self._prefetch(step + 1)
@@ -223,6 +224,11 @@ class Session:
         if groups is not None:
             groups = self._resample(step, groups)
         return None if groups is None else run.offered(step, groups)
+
+    def _make_room(self) -> None:
+        """For the engine, as the recipe says."""
+        if self._recipe.training.offload == "optimizer":
+            self.run.trainer.offload()
 
     def _prefetch(self, step: int) -> None:
         """Begins to prepare the media of the prompts that begin in a step."""
@@ -371,6 +377,7 @@ class Session:
 
     def _evaluate(self, step: int) -> dict[str, float]:
         with self.timer("evaluate"):
+            self._make_room()
             found = evaluate(self.run, self._watchdog.alive)
         self._accuracy, self._evaluated = found.accuracy, step
         failed = self._failed(step)

@@ -41,6 +41,7 @@ _MAY_CHANGE = (
     "training.tokens_per_row",
     "training.recompute",
     "training.log_prob_chunk",
+    "training.offload",
     "rollout.max_requests",
     "rollout.max_tokens_per_step",
     "rollout.kv_cache_gb",

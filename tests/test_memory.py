@@ -232,6 +232,23 @@ def test_logits_of_a_large_vocabulary(config):
 # A cache that takes what is left
 
 
+def test_offload(config):
+    """While rollouts are sampled masters, moments and gradients are away; the cache may take their place as far as
+    training, with all of it, leaves it."""
+    stays, away = (
+        estimate_memory(digits(f"training.offload={what}"), config, COUNT, "bfloat16", 4)
+        for what in ("none", "optimizer")
+    )
+    assert (stays.state_snapshot, away.state_snapshot) == (0, 12_000_000)
+    assert away.rollout_peak == stays.rollout_peak - 12_000_000 - 16_000_000
+    assert away.training_peak == stays.training_peak
+    recipe = digits("rollout.kv_cache_gb=null", "model.dtype=bfloat16", "training.offload=optimizer")
+    counted = count_parameters(config)
+    rest = estimate_memory(recipe, config, counted, "bfloat16", 1)
+    size = kv_cache_that_fits(recipe, config, "bfloat16", 1, 2 * GIB)
+    assert size == pytest.approx(0.92 * 2 - max(rest.rollout_peak, rest.training_peak) / GIB, abs=1e-6)
+
+
 def test_a_kv_cache_of_what_is_left(config):
     """Of 2 GiB, 0.92 less the larger peak; the check knows no size."""
     recipe = digits("rollout.kv_cache_gb=null", "model.dtype=bfloat16")

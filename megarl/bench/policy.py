@@ -19,6 +19,7 @@ from megarl.media.item import EncodedPrompt, MediaItem
 from megarl.models.build import load_policy
 from megarl.options import engine_options, model_options, rl_optimizer
 from megarl.packing.rows import TokenSequence, pack
+from megarl.platform.kernels import kernels
 from megarl.rollout.engine import EngineOptions, RolloutEngine
 from megarl.rollout.sampling import SamplingOptions
 from megarl.run import start_ranks
@@ -28,6 +29,8 @@ from megarl.training.trainer import Trainer
 _GROUP = 16
 _PICTURES, _PICTURE_SIDE = 8, 16
 """How many, and how many media tokens wide and high."""
+_COPIED = 2**30
+"""Bytes of a copy to measure the bus by."""
 _PROFILED_TOKENS = 32
 """New tokens of a generation that is profiled: a step is like the next, and traces are large."""
 
@@ -42,7 +45,7 @@ def measure(recipe, options, ceilings: Ceilings) -> list[Line]:
     if sides.model.tower_config is not None:
         lines += [sides.decode_pictures(count) for count in sides.requests if count % _GROUP == 0]
         lines += [sides.encoding(), sides.encodes()]
-    lines.append(sides.training_step())
+    lines += [sides.training_step(), sides.offload()]
     lines.append(Line("weights change hands", "ms", 1e3 * median_seconds(sides.engine.weights_changed, 20), floor=0.0))
     if options.profile is not None:
         sides.print_profiles(options.profile)
@@ -206,6 +209,31 @@ class Sides:
         least = self.floors.training_step(len(sequences), length, self.options.new_tokens)
         ours, theirs, floor = (tokens / s for s in (*seconds, least))
         return Line(f"training step, {tokens} tokens (MFU: 1 / gap)", "tokens/s", ours, theirs, floor)
+
+    def offload(self) -> Line:
+        """Of the state that the first training step has made, both ways; the peer is a plain copy of as many bytes
+        between the GPU and pinned memory."""
+        trainer = self._trainer
+
+        def both_ways():
+            trainer.offload()
+            trainer.bring_back()
+
+        both_ways()
+        chunk = min(trainer.offloaded_bytes, _COPIED)
+        here = torch.empty(chunk, dtype=torch.uint8, device=self.device)
+        there = torch.empty(chunk, dtype=torch.uint8, pin_memory=kernels().gpu)
+        copies = -(-trainer.offloaded_bytes // chunk)
+
+        def copy():
+            for _ in range(copies):
+                there.copy_(here, non_blocking=True)
+            for _ in range(copies):
+                here.copy_(there, non_blocking=True)
+
+        ours, theirs = turns(both_ways, copy, self.options.rounds)
+        name = f"optimizer state to the host and back, {trainer.offloaded_bytes / 2**20:.0f} MiB"
+        return Line(name, "GB/s", 2 * trainer.offloaded_bytes / ours / 1e9, 2 * copies * chunk / theirs / 1e9)
 
     def _update(self) -> tuple[list[TokenSequence], Callable]:
         """A step on completions of `new_tokens` after prompts of `prompt_tokens`, all of one length."""

@@ -1,6 +1,6 @@
 """Forward and backward over packed rows, and the optimizer: what changes the weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -24,6 +25,7 @@ from megarl.packing.rows import PackedRow, idle_row
 from megarl.parallel import experts
 from megarl.platform.to_device import to_device
 from megarl.training.log_probs import LogProbRequest, token_log_probs
+from megarl.training.offload import Offload
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Trainer:
         )
         _accumulate_in_products(model)
         self._forward_backward = get_forward_backward_func()
+        self._offload = Offload(self._device)
 
     @property
     def alignment(self) -> Alignment:
@@ -89,9 +92,10 @@ class Trainer:
 
     def begin(self, options: OptimizerOptions) -> None:
         """Starts a phase of training with a fresh optimizer and schedule."""
+        self.bring_back()
         half = self._config.params_dtype is torch.bfloat16
         minimum = options.learning_rate * (1.0 if options.schedule == "constant" else options.min_learning_rate_ratio)
-        self.optimizer = get_megatron_optimizer(
+        self._optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=options.learning_rate,
@@ -108,7 +112,7 @@ class Trainer:
             [self._ddp],
         )
         self.scheduler = OptimizerParamScheduler(
-            self.optimizer,
+            self._optimizer,
             init_lr=0.0,
             max_lr=options.learning_rate,
             min_lr=minimum,
@@ -124,10 +128,40 @@ class Trainer:
         )
         self.scheduler.step(1)  # the first update is made at the first step's rate, not at 0
 
+    @property
+    def optimizer(self):
+        """Megatron's, its state in place again if it was away."""
+        self.bring_back()
+        return self._optimizer
+
+    def offload(self) -> None:
+        """Gives up the GPU's memory of the optimizer's state, which goes to the host's while what follows is computed,
+        and of the gradients, which are nobody's between two updates.  Whoever needs them brings them back: the state's
+        way back begins with `score` and ends before the optimizer's step."""
+        of_weights = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        self._offload.leave(
+            tensor
+            for optimizer in self._optimizer.chained_optimizers
+            for tensor in _state(optimizer)
+            # float32 weights are their own masters, and stay
+            if tensor.device == self._device and tensor.untyped_storage().data_ptr() not in of_weights
+        )
+        self._ddp.offload_grad_buffers(synchronize=False, empty_cache=False)
+
+    def bring_back(self) -> None:
+        """The optimizer's state, if it is away: all that is given to the GPU from now on finds it there."""
+        self._offload.wait()
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Of state that the last `offload` copied."""
+        return self._offload.bytes
+
     @torch.no_grad()
     def score(self, rows: Sequence[PackedRow]) -> list[Tensor]:
         """Log-probabilities of the rows' completion tokens under the present weights: one float32
         `[completion tokens]` per row, on the CPU."""
+        self._offload.begin_return()
         training = self._ddp.training
         self._ddp.eval()
         self._replay.begin_comparing()
@@ -158,9 +192,9 @@ class Trainer:
         Returns:
             (UpdateResult, the loss function's sums added over this rank's rows.)
         """
-        self._ddp.train()
-        self._ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self._offload.begin_return()
+        self._begin_gradients()
+        self._optimizer.zero_grad()
         losses = []
 
         def kept(row: PackedRow, output: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,8 +235,7 @@ class Trainer:
     def gradients(self, rows: Sequence[PackedRow], loss) -> dict[str, Tensor]:
         """Of the loss per token, by parameter, without an update: float32, summed over all ranks, of this rank's
         shard under tensor parallelism.  For verification.  Collective; arguments as for `update`."""
-        self._ddp.train()
-        self._ddp.zero_grad_buffer()
+        self._begin_gradients()
         self._run(rows, lambda row, output: loss(row, *output), forward_only=False)
         for buffer in [*self._ddp.buffers, *self._ddp.expert_parallel_buffers]:
             group = buffer.data_parallel_group
@@ -211,6 +244,11 @@ class Trainer:
                 mine = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
                 torch.distributed.all_gather_into_tensor(bucket.grad_data, mine, group=group)
         return {name: p.main_grad.clone() for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def _begin_gradients(self) -> None:
+        self._ddp.train()
+        self._ddp.restore_grad_buffers(synchronize=False)
+        self._ddp.zero_grad_buffer()
 
     def _run(self, rows: Sequence[PackedRow], result, forward_only: bool, twin=None) -> list:
         """What `result` makes of each row.  Ranks that share experts run equally many microbatches: who has fewer
@@ -258,6 +296,14 @@ class Trainer:
             output_processor=token_log_probs,
             output_processor_context=LogProbRequest(row.predictors, row.targets, self._temperature, self._chunk),
         )
+
+
+def _state(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """Masters and moments, as far as there are any yet."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def _all_targets(rows: Sequence[PackedRow], device: torch.device) -> Tensor:

@@ -15,12 +15,14 @@ RECIPE = str(Path(__file__).parent.parent.parent / "recipes" / "digits.yaml")
 def test_lines(ranks, tmp_path):
     ((lines, encoded),) = ranks.run(_measure, tmp_path)
     lines = {line.pop("name"): SimpleNamespace(**line) for line in lines}
-    start, one, four, prefill, group, tower, encodes, training, change = lines
-    assert start == "engine, start" and (one, four) == ("decode, 1 request(s)", "decode, 4 request(s)")
+    start, one, four, prefill, group, tower, encodes, training, state, change = lines
+    assert start.startswith("engine, start") and (one, four) == ("decode, 1 request(s)", "decode, 4 request(s)")
     assert prefill == "prefill, 2 prompt(s) of 128 tokens"
     assert group == "prefill, a group of 16 on a prompt of 128 tokens; without prefix cache"
     assert tower == "vision tower, 8 pictures of 32 x 32 patches"
     assert training == "training step, 48 tokens (MFU: 1 / gap)"
+    assert state.startswith("optimizer state to the host and back, ")
+    assert lines[state].megarl > 0 and lines[state].peer > 0
     for name in (one, four, prefill, group, tower, training):
         assert lines[name].megarl > 0 and lines[name].peer > 0 and lines[name].gap > 1, name
     assert (lines[encodes].megarl, lines[encodes].floor, lines[encodes].peer) == (4, 4, 256)
