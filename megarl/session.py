@@ -323,6 +323,7 @@ class Session:
             **self.run.encoder.metrics(),
             "rollout/imbalance": self.run.imbalance,
             "sync/bytes": self.run.sync.bytes,
+            "memory/offloaded_bytes": self.run.trainer.offloaded_bytes,
             "rollout/resampled": self._resampled,
             **self._partial_metrics(step, batch),
             **(self.run.solve_rates.metrics() if self.run.solve_rates else {}),

@@ -316,6 +316,20 @@ def test_killed_rank(recipe, tmp_path):
     assert psutil.wait_procs(workers.values(), 5)[1] == []
 
 
+def test_offload(finished, recipe, tmp_path):
+    """The state is away whenever rollouts are sampled, and the run is the same to the bit."""
+    result = commands.fork(tmp_path, recipe, f"run_dir={tmp_path / 'run'}", "training.offload=optimizer")
+    assert result.code == 0, result.err
+    assert results(tmp_path / "run") == results(finished[0])
+    ours, theirs = (tiny.Reference(f / "checkpoint").model.state_dict() for f in (tmp_path / "run", finished[0]))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    left, stayed = ([m["memory/offloaded_bytes"] for m in metrics(f)[1:]] for f in (tmp_path / "run", finished[0]))
+    moments = 2 * 4 * sum(p.numel() for p in tiny.Reference(finished[0] / "checkpoint").model.parameters())
+    assert set(stayed) == {0}
+    # The fresh optimizer of the first step has none yet.
+    assert all(moments <= size < 1.1 * moments for size in left[1:]), (left, moments)
+
+
 # Stopped and started again
 
 

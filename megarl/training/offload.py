@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from megarl.errors import UserError
+
 _ALIGNMENT = 512
 """Bytes, that of torch's allocator on a GPU."""
 
@@ -83,7 +85,11 @@ class _HostMemory:
         self._blocks: list[Tensor] = []
 
     def places(self, sizes: Sequence[int]) -> list[Tensor]:
-        """uint8, one for each size in bytes; valid until the next call."""
+        """uint8, one for each size in bytes; valid until the next call.
+
+        Raises:
+            UserError: the host does not have as much.
+        """
         rooms = [block[:] for block in self._blocks]
         found: list[Tensor | None] = []
         for size in sizes:
@@ -101,7 +107,13 @@ class _HostMemory:
         # Whole pages that are nobody else's, since a page can be locked only once.
         block = torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
         if self._locked:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), size, 0))
+            runtime = torch.cuda.cudart()
+            error = runtime.cudaHostRegister(block.data_ptr(), size, 0)
+            if error != runtime.cudaError.success:
+                raise UserError(
+                    f"training.offload = optimizer: {size / 2**30:.1f} GiB of the host's memory cannot be locked "
+                    f"({error}): free as much, or set none"
+                )
         return block
 
 

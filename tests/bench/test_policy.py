@@ -19,7 +19,7 @@ def test_lines(ranks, tmp_path):
     assert start.startswith("engine, start") and (one, four) == ("decode, 1 request(s)", "decode, 4 request(s)")
     assert prefill == "prefill, 2 prompt(s) of 128 tokens"
     assert group == "prefill, a group of 16 on a prompt of 128 tokens; without prefix cache"
-    assert tower == "vision tower, 8 pictures of 32 x 32 patches"
+    assert tower == "vision tower, 8 pictures of 1024 patches"
     assert training == "training step, 48 tokens (MFU: 1 / gap)"
     assert state.startswith("optimizer state to the host and back, ")
     assert lines[state].megarl > 0 and lines[state].peer > 0
