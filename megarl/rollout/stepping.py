@@ -66,6 +66,7 @@ class Controller(TextGenerationController):
         self._stop_ids = torch.tensor(stop_ids, dtype=torch.long)
 
     async def _run_legacy_step(self, skip_bookkeeping: bool | None = False) -> DynamicBatchControllerStepResult:
+        """Megatron's, where this rank or one that steps with it reads prompts; else a run of decode steps."""
         context = self.inference_wrapped_model.inference_context
         rows = context.get_active_request_count()
         decodes = rows > 0 and not context.num_prefill_requests
