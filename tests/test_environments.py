@@ -84,7 +84,7 @@ def test_the_example_of_the_docs(recipe, tmp_path):
     assert left_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("on_error, processes", [("drop", 2), ("zero", 1)])
+@pytest.mark.parametrize("on_error, processes", [("drop", 2), pytest.param("zero", 1, marks=pytest.mark.slow)])
 def test_rewards_that_fail(recipe, tmp_path, on_error, processes):
     """The tensor-parallel ranks go on alike, and the run ends well."""
     (tmp_path / "my_rewards.py").write_text(FAILS)

@@ -333,7 +333,7 @@ def test_offload(finished, recipe, tmp_path):
 # Stopped and started again
 
 
-@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("after", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_stop_and_resume(finished, recipe, tmp_path, after):
     """SIGTERM in the warm-up (or just behind it) and later; the same command then goes on at the saved step and
     ends as a run that was never stopped."""

@@ -32,6 +32,7 @@ def _check(lines: dict[str, dict], name: str) -> None:
     assert all(line["gap"] > 1 for line in lines.values())
 
 
+@pytest.mark.slow
 def test_made_up_prompts(tmp_path):
     """12 letters and what the chat template adds."""
     sizes = "--prompts", 2, "--group", 4, "--prompt-tokens", 12, "--new-tokens", 5

@@ -10,7 +10,7 @@ engines = lazy("megarl.rollout.engine")
 sequence = lazy("megarl.packing.rows")
 
 
-@pytest.mark.parametrize("layout", [TP1, TP2_SP], ids=str)
+@pytest.mark.parametrize("layout", [TP1, pytest.param(TP2_SP, marks=pytest.mark.slow)], ids=str)
 def test_runs_of_any_length(ranks, checkpoint, prompts, layout):
     """Requests of different lengths that end at different steps, in a batch that some wait to join, and in a KV cache
     in which the blocks of a whole run are scarce: token for token what single steps sample."""

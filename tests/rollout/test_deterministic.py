@@ -79,6 +79,7 @@ def arguments(tmp_path_factory):
     return [LARGEST_DIGIT, *(f"{key}={value}" for key, value in settings.items())]
 
 
+@pytest.mark.slow
 def test_a_run(arguments):
     result = commands.run("megarl.train", *arguments)
     assert result.code == 0, result.err

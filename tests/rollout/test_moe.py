@@ -74,7 +74,7 @@ def packed(rollout):
 @pytest.mark.parametrize(
     "layout, shares",
     [
-        (EP2, (1, 7)),
+        pytest.param(EP2, (1, 7), marks=pytest.mark.slow),
         (EP2, (9, 0)),
         (EP2, (0, 0)),
         pytest.param(EP4, (0, 3, 0, 5), marks=pytest.mark.slow),

@@ -79,7 +79,7 @@ def test_two_ranks_as_a_table(recipe):
 
 
 @pytest.mark.parametrize(
-    "layout", ["cp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp2", "dp2 to tp2", "tp2-sp to tp1"))]
+    "layout", [pytest.param(name, marks=pytest.mark.slow) for name in ("cp2", "dp2", "dp2 to tp2", "tp2-sp to tp1")]
 )
 def test_layouts(ranks, recipe, layout):
     overrides, sizes = LAYOUTS[layout]
