@@ -26,7 +26,6 @@ def append_rotated(
     value_cache: Tensor,
     blocks: Tensor,
     offsets: Tensor,
-    interleaved: bool = False,
 ) -> Tensor:
     """Queries, ready to attend with; keys and values go into the cache.
 
@@ -37,7 +36,6 @@ def append_rotated(
         eps: of the norms.
         key_cache, value_cache: `[blocks, block, groups, dim]`, contiguous.
         blocks, offsets: int64 `[n]`: block of each row's token, and its place there.
-        interleaved: neighbours are turned together, not halves.
 
     Returns:
         `[n, heads, dim]`, as `qkv`.
@@ -65,7 +63,6 @@ def append_rotated(
         DIM=dim,
         WIDTH=triton.next_power_of_2(dim),
         NORMED=q_norm is not None,
-        INTERLEAVED=interleaved,
         num_warps=1,
     )
     return query
@@ -82,16 +79,11 @@ def _turned(
     eps,
     DIM: tl.constexpr,
     NORMED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
 ):
     """A head `[WIDTH]` in float32, normalised and turned."""
-    if INTERLEAVED:
-        partner = place ^ 1
-        sign = tl.where(place % 2 == 0, -1.0, 1.0)
-    else:
-        half = rotated // 2
-        partner = tl.where(place < half, place + half, place - half)
-        sign = tl.where(place < half, -1.0, 1.0)
+    half = rotated // 2
+    partner = tl.where(place < half, place + half, place - half)
+    sign = tl.where(place < half, -1.0, 1.0)
     turns = place < rotated
     x = tl.load(source + place, mask=dim_mask, other=0.0).to(tl.float32)
     y = tl.load(source + partner, mask=turns, other=0.0).to(tl.float32)
@@ -122,7 +114,6 @@ def _append(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     NORMED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
 ):
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.arange(0, WIDTH)
@@ -130,11 +121,11 @@ def _append(
     angle = tl.load(angles + row * rotated + place, mask=place < rotated, other=0.0)
     source = qkv + (row * groups + group) * (SHARED + 2) * DIM
     for head in tl.static_range(SHARED):
-        turned = _turned(source + head * DIM, q_norm, place, angle, real, rotated, eps, DIM, NORMED, INTERLEAVED)
+        turned = _turned(source + head * DIM, q_norm, place, angle, real, rotated, eps, DIM, NORMED)
         target = query + ((row * groups + group) * SHARED + head) * DIM
         tl.store(target + place, turned.to(query.dtype.element_ty), mask=real)
     slot = tl.load(blocks + row) * block_stride + tl.load(offsets + row) * token_stride + group * DIM
-    key = _turned(source + SHARED * DIM, k_norm, place, angle, real, rotated, eps, DIM, NORMED, INTERLEAVED)
+    key = _turned(source + SHARED * DIM, k_norm, place, angle, real, rotated, eps, DIM, NORMED)
     tl.store(key_cache + slot + place, key.to(key_cache.dtype.element_ty), mask=real)
     value = tl.load(source + (SHARED + 1) * DIM + place, mask=real)
     tl.store(value_cache + slot + place, value.to(value_cache.dtype.element_ty), mask=real)

@@ -5,6 +5,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -222,12 +223,7 @@ class RolloutEngine:
             self._engine.suspend()
 
     def _decode_run(self, wrapper: MediaWrapper) -> DecodeRun:
-        tp, routing, record = self.groups.tp, self._context.routing, None
-        if routing is not None:
-
-            def record(blocks, places):
-                routing.record_decoded(blocks, places, tp)
-
+        tp, routing = self.groups.tp, self._context.routing
         return DecodeRun(
             wrapper.decode,
             self._context,
@@ -235,7 +231,7 @@ class RolloutEngine:
             graphs=self._options.cuda_graphs,
             multiple=tp.size() if self.model.language_model.config.sequence_parallel else 1,
             ranks=self.groups.ep,
-            record=record,
+            record=routing and partial(routing.record_at, tp_group=tp),
         )
 
     def weights_changed(self) -> None:

@@ -35,24 +35,17 @@ class RoutingCache:
         self._ended.clear()
 
     def record(self, tp_group: torch.distributed.ProcessGroup) -> None:
-        """After the forward pass of a step: what its routers chose."""
-        context = self._context
-        chosen = context.moe_routing_metadata.get_routing_indices()
-        if self._sequence_parallel:
-            here = context.padded_active_token_count // tp_group.size()
-            chosen = gather_from_sequence_parallel_region(chosen[:here], group=tp_group)
-        n, view = context.active_token_count, context.gpu_view
-        self._write(view.token_to_block_idx[:n], view.token_to_local_position_within_kv_block[:n].long(), chosen[:n])
+        """After the forward pass of a step of Megatron's: what its routers chose."""
+        n, view = self._context.active_token_count, self._context.gpu_view
+        places = view.token_to_local_position_within_kv_block[:n].long()
+        self.record_at(view.token_to_block_idx[:n], places, tp_group)
 
-    def record_decoded(self, blocks: Tensor, places: Tensor, tp_group: torch.distributed.ProcessGroup) -> None:
-        """Likewise after a step of `megarl.rollout.decode`: blocks of its tokens, and places there, int64 `[n]`."""
+    def record_at(self, blocks: Tensor, places: Tensor, tp_group: torch.distributed.ProcessGroup) -> None:
+        """Of a pass over tokens whose blocks, and places there, are these, `[n]` both; padding comes behind them."""
         chosen = torch.stack(RouterReplay.get_recorded_data(), dim=1)
         if self._sequence_parallel:
             chosen = gather_from_sequence_parallel_region(chosen, group=tp_group)
-        self._write(blocks, places, chosen)
-
-    def _write(self, blocks: Tensor, places: Tensor, chosen: Tensor) -> None:
-        self._blocks[blocks, places] = chosen.to(self._blocks.dtype)
+        self._blocks[blocks, places] = chosen[: len(blocks)].to(self._blocks.dtype)
 
     def end(self, rows: Tensor, lengths: Tensor) -> None:
         """Keeps the routing of requests before the context releases their blocks.
